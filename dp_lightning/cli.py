@@ -8,11 +8,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from dp_lightning import __version__
-from dp_lightning.errors import DpLightningError
+from dp_lightning.errors import DpLightningError, did_you_mean
 
 _COMMANDS = {
     "init": "look at your images and write a configuration for them: dpl init photos",
@@ -73,21 +73,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     command = arguments[0]
     if command in ("-V", "--version", "version"):
-        try:
-            torch = f"torch {version('torch')}"  # by its metadata, since importing torch takes seconds
-        except PackageNotFoundError:
-            torch = "torch is not installed"
-        print(f"dp-lightning {__version__}, Python {platform.python_version()}, {torch}")
+        # The version of torch is that of its metadata, since importing torch takes seconds.
+        print(f"dp-lightning {__version__}, Python {platform.python_version()}, torch {version('torch')}")
         return
     if command not in _COMMANDS:
-        from dp_lightning.commands.near_names import did_you_mean
-
         near = did_you_mean(command, _COMMANDS)
         print(f"dpl: there is no command '{command}'.{near} `dpl --help` lists the commands.", file=sys.stderr)
         sys.exit(2)
     try:
-        if "OMP_WAIT_POLICY" not in os.environ:
-            os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
         if command not in _WITHOUT_TORCH:
             _imported("dp_lightning.cores").respect_quota()
         _imported(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
@@ -100,23 +94,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _imported(name: str) -> Any:
-    """The module. Looking for garbage takes a fifth of the time of importing torch and Lightning, and finds none.
-
-    Raises:
-        DpLightningError: naming a package that the module needs and that is not installed.
-    """
+    """The module. Looking for garbage takes a fifth of the time of importing torch and Lightning, and finds none."""
+    frozen = gc.get_freeze_count()
     gc.disable()
     try:
         return import_module(name)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", "dp_lightning"):
-            raise
-        raise DpLightningError(
-            f"The package {package} is not installed. `dpl doctor` names all that are missing, and what installs them."
-        ) from error
     finally:
         # All that was imported becomes part of the oldest generation, without a pass over it.
         gc.freeze()
-        gc.unfreeze()
+        if not frozen:  # by the program that calls ``main``
+            gc.unfreeze()
         gc.enable()

@@ -17,7 +17,7 @@ from started_ranks import PRELOADED
 
 from dp_lightning.cli import main
 from dp_lightning.commands.composition import Composer, prepare_to_train
-from dp_lightning.commands.named_configs import path_of
+from dp_lightning.commands.configs import path_of
 from dp_lightning.datamodules import NpzImages
 from dp_lightning.privacy import PrivateStep
 from dp_lightning.privacy.plan import RunShape

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import types
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -51,17 +51,10 @@ def test_help_names_every_command_and_each_has_its_own():
             assert (ROOT / "dp_lightning" / "commands" / f"{command}.py").exists()
 
 
-def test_the_version_names_python_and_torch(capsys, monkeypatch):
+def test_the_version_names_python_and_torch(capsys):
     main(["--version"])
     versions = (version("dp-lightning"), platform.python_version(), version("torch"))
     assert capsys.readouterr().out == "dp-lightning {}, Python {}, torch {}\n".format(*versions)
-
-    def missing(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(cli, "version", missing)
-    main(["-V"])
-    assert capsys.readouterr().out.endswith(", torch is not installed\n")
 
 
 def test_an_unknown_command_is_refused_with_the_nearest(capsys):
@@ -70,16 +63,12 @@ def test_an_unknown_command_is_refused_with_the_nearest(capsys):
     assert "there is no command 'fti'. Did you mean fit?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "ACTIVE"}])
-def test_waiting_threads_give_way_unless_something_else_is_set(given, monkeypatch):
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize(("given", "taken"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_waiting_threads_give_way_unless_something_else_is_set(given, taken, monkeypatch):
+    monkeypatch.setattr(os, "environ", given)
     monkeypatch.setattr(cli, "import_module", lambda name: types.SimpleNamespace(main=lambda arguments: None))
     main(["account"])
-    spins = os.environ.pop("GOMP_SPINCOUNT", None)
-    assert spins == {(): "10000", ("GOMP_SPINCOUNT",): "7", ("OMP_WAIT_POLICY",): None}[tuple(given)]
+    assert given["GOMP_SPINCOUNT"] == taken
 
 
 # A command that does what `code` says, so that none waits for torch.
@@ -122,15 +111,12 @@ WRONG = {
     "misspelt": (["--privacy.target_epsilonn", "3"], r"target_epsilonn.*Did you mean privacy.target_epsilon\?"),
     "abbreviated": (["--privacy.target_eps=3"], r"unrecognized.*target_eps.*Did you mean privacy.target_epsilon\?"),
     "in_a_file": (["--config={privcy: {target_epsilon: 3}}"], r"privcy.*Did you mean privacy.target_epsilon\?"),
-    "of_a_class": (["--model.init_args.chanels", "4"], r"chanels.*Did you mean channels\? The settings of the class"),
+    "of_a_class": (["--model.init_args.chanels", "4"], r"chanels.*Did you mean channels\?"),
     "class": (["--model", "SmalCNNModule"], r"SmalCNNModule.*Did you mean SmallCNNModule\?"),
     "module": (["--model", "my.module.Class"], "No module named 'my'"),
-    "configuration": (["--config", "dp_moun"], r"no file dp_moun, and no configuration.*Did you mean dp_muon\?"),
     # Values.
-    "number": (["--trainer.max_epochs", "many"], "trainer.max_epochs.*Given value: many"),
     "twice": (["--config={trainer: {max_steps: 1}, trainer: {}}"], "'trainer' twice"),
     "gain": (transform("Kalman", gain=1.5), "^error: Kalman: gain must lie in .*process_to_measurement_ratio"),
-    "model_channels": (["--model.channels=3"], r"num_channels \(3\) must be divisible by num_groups \(4\)"),
     "rate": (["--optimizer.init_args.momentum=-1.0"], r"Invalid momentum value: -1\.0 \(ValueError in torch/optim/sgd"),
     # What the trainer and the privacy plan refuse.
     "clip": (["--trainer.gradient_clip_val", "1.0"], "trainer.gradient_clip_val.*privacy.max_grad_norm"),
@@ -172,11 +158,10 @@ def test_a_command_without_a_configuration_says_how_to_get_one(capsys):
     assert re.search("required: .*model.*`dpl configs` lists.*`dpl init FOLDER`", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("command", [["plan"], ["audit"], ["analyze", "snr"]])
-def test_commands_with_the_options_of_a_fit_find_misspelt_names_too(command, capsys, tmp_path):
-    out = [] if command == ["plan"] else ["--out", str(tmp_path)]
+@pytest.mark.parametrize("command", [["plan"], ["analyze", "snr"]])
+def test_commands_with_the_options_of_a_fit_find_misspelt_names_too(command, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main([*command, DIGITS, "--privacy.target_epsilom", "8", *out])
+        main([*command, DIGITS, "--privacy.target_epsilom", "8"])
     assert "Did you mean privacy.target_epsilon?" in capsys.readouterr().err
 
 
@@ -307,16 +292,14 @@ def test_evaluation_never_guesses_a_checkpoint(tmp_path, capsys):
     assert "ckpt_path last is not a file" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["fit", "validate"])
-def test_a_checkpoint_of_another_network_says_what_does_not_fit(checkpoint, command, tmp_path, capsys):
+def test_a_checkpoint_of_another_network_says_what_does_not_fit(checkpoint, tmp_path, capsys):
     for split in ("train", "test"):
         for name in ("a", "b"):
             (tmp_path / split / name).mkdir(parents=True)
             Image.new("RGB", (9, 9)).save(tmp_path / split / name / "1.png")
-    data = ["--data=ImageFolder", f"--data.root={tmp_path}", "--data.image_size=8", "--privacy.expected_batch_size=1"]
-    steps = [f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=90", "--trainer.accelerator=cpu"]
+    data = ["--data=ImageFolder", f"--data.root={tmp_path}", "--data.image_size=8", "--data.mean=[0.3]"]
     with pytest.raises(SystemExit, match="2"):
-        main([command, "--config", DIGITS, *data, *steps, "--data.mean=[0.3]", f"--ckpt_path={checkpoint}"])
+        main(["validate", "--config", DIGITS, *data, f"--ckpt_path={checkpoint}"])
     error = capsys.readouterr().err
     assert "does not fit this configuration" in error
     assert "size mismatch for model.classifier.bias" in error

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from dp_lightning.cli import main
 from dp_lightning.commands.composition import Composer
-from dp_lightning.commands.named_configs import path_of, with_paths
+from dp_lightning.commands.configs import path_of, with_paths
 from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.models.pretrained import without_weights

@@ -8,7 +8,6 @@ expected batch size within epsilon, or for epsilon itself. E epochs are T = E ma
 import argparse
 import json
 from bisect import bisect_left
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from dp_lightning.errors import ConfigurationError
 if TYPE_CHECKING:
     from dp_lightning.privacy.plan import PrivacyPlan
 
-_MOST_STEPS = 2**30
+_MOST = 2**30  # steps
 
 
 def main(arguments: list[str]) -> None:
@@ -26,16 +25,11 @@ def main(arguments: list[str]) -> None:
     if options.runs:
         from dp_lightning.commands.total import total_epsilon
 
-        for name in ("epsilon", "noise_multiplier", "steps", "epochs", "batch_size", "num_train", "accountant"):
-            if getattr(options, name) is not None:
-                raise ConfigurationError(f"{_option(name)}: runs have their own; remove it, or remove the folders.")
         total = total_epsilon(options.runs, options.delta)
         print(json.dumps(total.to_dict()) if options.json else total.text())
         return
-    for name in ("num_train", "delta"):
-        if getattr(options, name) is None:
-            raise ConfigurationError(f"{_option(name)} is missing; or give folders of runs, to add them up.")
-    options.accountant = options.accountant or "prv"
+    if None in (options.num_train, options.delta):
+        raise ConfigurationError("Give --num-train and --delta, or folders of runs to add up.")
     plan = _solve(options)
     epsilons = plan.epsilons()
     if options.json:
@@ -74,18 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     counted = "number of training examples, or of persons (unit_of_privacy: group)"
     add("--num-train", "--num_train", type=int, help=counted)
     add("--delta", type=float, help="below 1/num_train; of runs, default: the smallest delta of theirs")
-    add("--accountant", choices=("prv", "rdp", "pld"), help="accountant to solve with (default: prv)")
+    add("--accountant", choices=("prv", "rdp", "pld"), default="prv", help="accountant to solve with (default: prv)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _solve(options: argparse.Namespace) -> "PrivacyPlan":
     """The plan whose missing quantity is solved for."""
-    from dp_lightning.privacy.ranges import check_count
+    from dp_lightning.privacy.plan import RunShape
 
     given = {
         "--epsilon": options.epsilon,
@@ -99,49 +89,31 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
         raise ConfigurationError(
             f"give exactly three of {', '.join(given)}; the fourth is solved for. Given: {present}."
         )
-    for name in ("num_train", "steps", "epochs", "batch_size"):
-        if getattr(options, name) is not None:
-            check_count(name, getattr(options, name))
-    numbers = {"batch_size": options.batch_size, "steps": options.steps}
+    numbers = {
+        "expected_batch_size": options.batch_size,
+        "max_steps": -1 if options.steps is None else options.steps,
+        "max_epochs": options.epochs,
+    }
 
-    def fits(**changed: int) -> bool:
-        candidate = _plan(options, **{**numbers, **changed})
+    def plan(**changed: int) -> "PrivacyPlan":
+        shape = RunShape.of_length(num_train=options.num_train, delta=options.delta, **{**numbers, **changed})
+        if options.noise_multiplier is None:
+            return shape.calibrate(options.epsilon, accountant=options.accountant)
+        return shape.with_noise(options.noise_multiplier, accountant=options.accountant, target_epsilon=options.epsilon)
+
+    def exceeds(name: str, value: int) -> bool:
+        candidate = plan(**{name: value})
         # The Renyi bound is cheap and never below the others, so candidates well within epsilon need no other.
-        return candidate.epsilon("rdp") <= options.epsilon or candidate.epsilon() <= options.epsilon
+        return candidate.epsilon("rdp") > options.epsilon and candidate.epsilon() > options.epsilon
 
-    if missing == ["--batch-size"]:
-        numbers["batch_size"] = _largest(lambda size: fits(batch_size=size), options.num_train)
-        if numbers["batch_size"] is None:
+    searched = {"--batch-size": ("expected_batch_size", options.num_train), "--steps or --epochs": ("max_steps", _MOST)}
+    if missing[0] in searched:
+        name, most = searched[missing[0]]
+        if exceeds(name, 1):
             raise ConfigurationError(
-                f"no batch size stays within epsilon = {options.epsilon:g}: raise --noise-multiplier."
+                f"{missing[0]}: 1 already spends more than epsilon = {options.epsilon:g}. Raise --noise-multiplier."
             )
-    elif missing == ["--steps or --epochs"]:
-        numbers["steps"] = _largest(lambda steps: fits(steps=steps), _MOST_STEPS)
-        if numbers["steps"] is None:
-            raise ConfigurationError(f"one step already spends more than epsilon = {options.epsilon:g}.")
-    return _plan(options, **numbers)
-
-
-def _plan(options: argparse.Namespace, *, batch_size: int, steps: int | None) -> "PrivacyPlan":
-    """The plan for these options; without ``steps`` it has their epochs."""
-    from dp_lightning.privacy.plan import RunShape
-
-    shape = RunShape.of_length(
-        num_train=options.num_train,
-        expected_batch_size=batch_size,
-        delta=options.delta,
-        max_epochs=options.epochs if steps is None else None,
-        max_steps=-1 if steps is None else steps,
-    )
-    if options.noise_multiplier is None:
-        return shape.calibrate(options.epsilon, accountant=options.accountant)
-    return shape.with_noise(options.noise_multiplier, accountant=options.accountant, target_epsilon=options.epsilon)
-
-
-def _largest(fits: Callable[[int], bool], most: int) -> int | None:
-    """A number from 1 to ``most`` that fits and whose successor does not; None if 1 does not fit.
-
-    It is the largest that fits where larger numbers never fit when smaller ones do not. With a length in epochs the
-    steps become fewer as the batch grows, so a rounded number of steps may let a somewhat larger batch fit too.
-    """
-    return bisect_left(range(2, most + 1), True, key=lambda value: not fits(value)) + 1 if fits(1) else None
+        # A number that fits and whose successor does not: the largest one, but where larger batches of a number of
+        # epochs take fewer steps, by rounding, a somewhat larger batch may fit too.
+        numbers[name] = bisect_left(range(2, most + 1), True, key=lambda value: exceeds(name, value)) + 1
+    return plan()

@@ -26,7 +26,7 @@ from dp_lightning.analysis import (
 )
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.analysis_run import AnalysisRun
-from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.commands.configs import with_paths
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.document import Document, figure, place_on_axis, style
 

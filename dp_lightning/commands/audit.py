@@ -21,7 +21,7 @@ from torch import Tensor
 from dp_lightning.analysis.auditing import NoiseTests, gaussian_epsilon, mu_lower_bound
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.audit_runs import AuditRuns, Canaries
-from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.commands.configs import with_paths
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.document import Document
 from dp_lightning.privacy.accounting import epsilon

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.commands.configs import with_paths
 from dp_lightning.commands.training import TrainingCLI, command_line
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models.pretrained import without_weights

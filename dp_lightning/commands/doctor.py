@@ -1,6 +1,6 @@
 """`dpl doctor`: the versions and devices of this machine, and one private step compared with a loop over its examples.
 
-Every line is ok, a warning or a problem, with what to do. The step is one of a tiny network without noise, and the loop
+Every line is ok, or a problem with what to do. The step is one of a tiny network without noise, and the loop
 computes in float64.
 """
 
@@ -11,7 +11,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
@@ -30,7 +29,7 @@ _BOUND = 5.0
 _ROUNDING = {"cpu": 1e-4, "cuda": 1e-2}
 
 Line = tuple[str, str, str]
-"""One of "ok", "warning" and "problem"; what was looked at; what was found, and what to do."""
+""""ok" or "problem"; what was looked at; what was found, and what to do."""
 
 
 def main(arguments: list[str]) -> None:
@@ -74,21 +73,13 @@ def devices() -> Iterator[Line]:
     respect_quota()
     import torch
 
-    cores, threads = available_cores(), torch.get_num_threads()
-    more = threads > cores
-    advice = f"; set OMP_NUM_THREADS={cores}, since more threads than cores are slower" if more else ""
-    yield "warning" if more else "ok", "CPU", f"{cores} cores, torch uses {threads} threads{advice}"
+    yield "ok", "CPU", f"{available_cores()} cores, torch uses {torch.get_num_threads()} threads"
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         name = torch.cuda.get_device_name(index)
         yield "ok", "GPU", f"{name}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, CUDA {torch.version.cuda}"
-    if torch.cuda.is_available():
-        return
-    if torch.version.cuda is not None and Path("/proc/driver/nvidia").exists():
-        found = f"torch with CUDA {torch.version.cuda} cannot use it; compare nvidia-smi and CUDA_VISIBLE_DEVICES"
-        yield "warning", "GPU", f"there is one, and {found}"
-    else:
-        yield "ok", "GPU", "none; a CPU is slow beyond small networks and linear probes"
+    if not torch.cuda.is_available():
+        yield "ok", "GPU", f"none that torch can use (CUDA {torch.version.cuda}); if there is one, compare nvidia-smi"
 
 
 def private_step() -> Iterator[Line]:

@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,10 @@ from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
-    from dp_lightning.commands.starting_configuration import Model, Start
-    from dp_lightning.datamodules.survey import Survey
+    from dp_lightning.datamodules.survey import Look, Survey
 
 # Classes that have a line each; images, or pairs of equal ones, that are named.
 _SHOWN, _NAMED = 20, 3
-# The noise of a step over C from which a run cannot be expected to learn.
-_HOPELESS = 10.0
 
 
 def main(arguments: list[str]) -> None:
@@ -30,12 +26,8 @@ def main(arguments: list[str]) -> None:
     """
     options = _parser().parse_args(arguments[1:])
     out = options.out or Path(f"{options.data.resolve().stem or 'images'}.yaml")
-    if options.from_scratch and (options.weights or options.backbone):
-        raise ConfigurationError("--from-scratch uses no pretrained network: leave out --weights and --backbone.")
-    if options.weights is not None and not Path(options.weights).is_file():
-        raise ConfigurationError(f"--weights {options.weights} is not a file; give the path of the network's weights.")
-    if out.exists() and not options.force:
-        raise ConfigurationError(f"{out} exists. Give another file with --out, or --force to overwrite it.")
+    if out.exists():
+        raise ConfigurationError(f"{out} exists. Give another file with --out, or remove it.")
     require_writable(out.parent, "--out")
     # These import torch.
     from dp_lightning.commands.starting_configuration import BACKBONE, FEW_IMAGES, Model, configuration
@@ -43,9 +35,7 @@ def main(arguments: list[str]) -> None:
     from dp_lightning.datamodules.survey import Survey
 
     class_path, settings = _data(options)
-    began = time.monotonic()
     survey = Survey.of(ImageFolder(**settings) if class_path == "ImageFolder" else NpzImages(**settings))
-    seconds = time.monotonic() - began
     if len(survey.class_names) < 2:
         raise DataError(
             f"{options.data} has images of one class, {survey.class_names[0]}; a classifier tells at least 2 classes "
@@ -57,10 +47,11 @@ def main(arguments: list[str]) -> None:
     else:
         model = Model.on_features(options.backbone or BACKBONE, options.weights)
     name, budget = shlex.quote(str(out)), {"epsilon": options.epsilon, "delta": options.delta}
-    text, start = configuration(survey, (class_path, settings), model, name=name, **budget)
+    text, warnings = configuration(survey, (class_path, settings), model, name=name, **budget)
     with replacing(out) as file:
         file.write(text.encode())
-    print("\n".join([*_found(survey, seconds), "", *_chosen(model, start, out)]))
+    trained = "a network from scratch" if model.backbone is None else f"one layer on features of {model.backbone}"
+    print("\n".join([*_found(survey), "", f"Wrote {out}: {trained}.", *(f"  {each}" for each in warnings)]))
     print(
         f"\nNext: read the file, then train: dpl fit --config {name}\n"
         "All numbers above are computed from the private images and are for their owner. N, the names of the\n"
@@ -73,11 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("data", type=Path, metavar="DATA", help="a folder with train/<class>/<images>, or an .npz file")
     add("--out", type=Path, metavar="FILE", help="the configuration (default: the name of DATA with .yaml, here)")
-    add("--force", action="store_true", help="overwrite it")
     add("--epsilon", type=float, default=3.0, help="the privacy budget (default: 3)")
     add("--delta", type=float, help="default: the largest power of ten for which N delta is at most 0.1")
-    add("--from-scratch", "--from_scratch", action="store_true", help="use no pretrained network")
-    add("--backbone", metavar="NAME", help="the pretrained network, by its name in timm's registry, or scattering")
+    network = parser.add_mutually_exclusive_group()
+    network.add_argument("--from-scratch", "--from_scratch", action="store_true", help="use no pretrained network")
+    known = "the pretrained network, by its name in timm's registry, or scattering"
+    network.add_argument("--backbone", metavar="NAME", help=known)
     add("--weights", metavar="FILE", help="its weights (default: the first run downloads those of timm)")
     persons = "a .csv file that says which person each image belongs to"
     add("--group-file", "--group_file", type=Path, metavar="FILE", help=persons)
@@ -124,10 +116,8 @@ def _has_folders_of_persons(train: Path) -> bool:
     )
 
 
-def _found(survey: "Survey", seconds: float) -> Iterator[str]:
+def _found(survey: "Survey") -> Iterator[str]:
     """What is in the data."""
-    total = len(survey.looks)
-    yield f"Read {total:,} images in {seconds:.1f} s ({total / max(seconds, 0.001):,.0f} per second).\n"
     counts = {split: survey.counts(split) for split in survey.splits}
     rows: list[tuple[Any, ...]] = [("class", *survey.splits)]
     rows += [(name, *each) for name, *each in zip(survey.class_names, *counts.values(), strict=True)][:_SHOWN]
@@ -141,44 +131,17 @@ def _found(survey: "Survey", seconds: float) -> Iterator[str]:
         yield f"persons: {len(persons):,}, with up to {max(persons.values())} images each"
         yield "  Each folder inside a class folder, or each id of the table, is a person. If it is none, move the"
         yield "  images out of these folders, or give no table."
-    # Those of different classes before others.
-    pairs = sorted(survey.repeats, key=lambda pair: pair[0].label == pair[1].label)
-    differ = sum(one.label != other.label for one, other in pairs)
+    first: dict[bytes, Look] = {}
+    pairs = [(first.setdefault(look.digest, look), look) for look in survey.readable]
+    # Pairs in different classes come before others.
+    pairs = sorted((pair for pair in pairs if pair[0] is not pair[1]), key=lambda pair: pair[0].label == pair[1].label)
     if pairs:
-        among = f", {differ:,} of them in another class" if differ else ""
-        yield f"repeats in the training set: {len(pairs):,}{among}; each counts as an example of its own"
+        differ = sum(one.label != other.label for one, other in pairs)
+        yield f"repeats in the training set: {len(pairs):,}, {differ:,} of them in another class; each is an example"
         yield from (f"  {one.path} = {other.path}" for one, other in pairs[:_NAMED] if one.path)
-    if shared := survey.shared:
+    if shared := [look for look in survey.looks if look.split != "train" and look.digest in first]:
         yield f"evaluation images that are also in the training set: {len(shared):,}"
         yield from (f"  {look.path}" for look in shared[:_NAMED] if look.path)
-    if survey.bad:
-        yield f"files that cannot be read, to be replaced or removed: {len(survey.bad):,}"
-        yield from (f"  {look.path}: {look.problem}" for look in survey.bad)
-
-
-def _chosen(model: "Model", start: "Start", out: Path) -> Iterator[str]:
-    """What was written, and what to expect of it."""
-    from dp_lightning.commands.starting_configuration import MOST_PUBLISHED
-
-    plan = start.plan
-    trained = "a network from scratch" if model.backbone is None else f"one layer on features of {model.backbone}"
-    yield f"Wrote {out}: {trained}."
-    yield (
-        f"  epsilon {plan.target_epsilon:g}, delta {plan.delta:g}, N {plan.num_train:,}, "
-        f"B {plan.expected_batch_size:,}, {plan.num_steps:,} steps, sigma {plan.noise_multiplier:.2f}"
-    )
-    yield (
-        f"  {start.num_parameters:,} parameters: the noise of a step is {start.noise_norm:,.2f} times as long as a "
-        "gradient may be"
-    )
-    if (published := plan.num_train * plan.delta) > MOST_PUBLISHED * (1 + 1e-9):
-        yield (
-            f"  N delta is {published:.2g}: the guarantee allows a method that publishes so many persons or images\n"
-            f"  whole. Choose a delta of at most {MOST_PUBLISHED / plan.num_train:.1g}, so that N delta is at most "
-            f"{MOST_PUBLISHED:g}."
-        )
-    if start.noise_norm > _HOPELESS:
-        fewer = ", or leave out --from-scratch" if model.backbone is None else ""
-        yield f"  So much noise probably leaves nothing to learn. Collect more images, or raise --epsilon{fewer}."
-    if model.is_pretrained and model.weights is None:
-        yield "  The first run downloads the weights. Without a network, give --weights, or --backbone scattering."
+    if bad := [look for look in survey.looks if look.problem is not None]:
+        yield f"files that cannot be read, to be replaced or removed: {len(bad):,}"
+        yield from (f"  {look.path}: {look.problem}" for look in bad)

@@ -7,7 +7,7 @@ still be recovered. All of it follows from public numbers: no image is read and 
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from dp_lightning.analysis import detection_norm, recovery_gap
 from dp_lightning.commands.composition import Composer, prepare_to_train
-from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.commands.configs import with_paths
 from dp_lightning.commands.pricing import plan_of, seconds_per_example
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.results import shown_duration
@@ -90,26 +90,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dpl plan",
         description=__doc__,
-        epilog="It takes --config and every other option of dpl fit. Several numbers are separated by commas.",
+        epilog="It takes --config and every other option of dpl fit.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     sizes = "expected batch sizes; default: a quarter to four times the configuration's"
-    add("--batch-size", "--batch_size", type=_several(int), metavar="B,...", help=sizes)
-    add("--epochs", type=_several(int), metavar="E,...", help="instead of trainer.max_epochs and max_steps")
+    add("--batch-size", "--batch_size", type=int, nargs="+", metavar="B", help=sizes)
+    add("--epochs", type=int, nargs="+", metavar="E", help="instead of trainer.max_epochs and max_steps")
     instead = "instead of privacy.target_epsilon or noise_multiplier"
-    add("--epsilon", type=_several(float), metavar="EPS,...", help=instead)
+    add("--epsilon", type=float, nargs="+", metavar="EPS", help=instead)
     add("--measure", action="store_true", help="time a few private steps of the model on synthetic images")
     add("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def _several(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    def read(text: str) -> list[Any]:
-        return sorted({kind(part) for part in text.split(",")})
-
-    read.__name__ = f"list of {kind.__name__}"  # argparse names it in its message
-    return read
 
 
 def _sizes(privacy: Mapping[str, Any], num_train: int) -> list[int]:

@@ -13,32 +13,24 @@ from safetensors.torch import save
 
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.composition import Composer, prepare
-from dp_lightning.commands.named_configs import with_paths
+from dp_lightning.commands.configs import with_paths
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
-from dp_lightning.models.random_images import PROCESSES
 from dp_lightning.privacy.exported import RANDOM_IMAGES, RECIPE, SOURCE, TENSORS, recipe_of
 from dp_lightning.privacy.weights import digest_of
 
 
 def main(arguments: list[str]) -> None:
-    """Pretrain, and print where the weights are and how a run starts from them."""
-    options, of_fit = _parser().parse_known_args(with_paths(arguments)[1:])
-    if not any(argument.startswith("--config") for argument in of_fit):
-        raise ConfigurationError("dpl pretrain needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
-    if options.out.suffix != ".safetensors":
-        raise ConfigurationError(f"--out is {options.out}; weights are written as .safetensors.")
-    require_writable(options.out.parent, "--out")
-    pretrain(options, of_fit)
-
-
-def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     """Train, or resume a training of the same recipe that was stopped; a finished one is left as it is.
 
     Raises:
         ConfigurationError: for settings that cannot be used, or a file of another recipe.
     """
+    options, of_fit = _parser().parse_known_args(with_paths(arguments)[1:])
+    if options.out.suffix != ".safetensors":
+        raise ConfigurationError(f"--out is {options.out}; weights are written as .safetensors.")
+    require_writable(options.out.parent, "--out")
     settings = Composer()(of_fit)
     if settings["model"].get("init_args", {}).get("weights") is not None:
         raise ConfigurationError("model.init_args.weights is set, but pretraining starts from nothing. Remove it.")
@@ -57,7 +49,6 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
         size=data.image_size,
         mean=tuple(data.mean),
         std=tuple(data.std),
-        processes=tuple(options.processes),
         images=options.images,
         steps=options.steps,
         batch_size=options.batch_size,
@@ -81,7 +72,19 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     if state is not None:
         training.load_state_dict(state)
         print(f"Resuming after step {training.steps:,}.", flush=True)
-    _run(training, unfinished)
+    while training.steps < recipe.steps:
+        loss = training.step()
+        if training.steps % max(1, recipe.steps // 100) and training.steps < recipe.steps:
+            continue
+        # After each hundredth of all steps they are kept in a file, to resume from.
+        if not loss.isfinite():
+            raise ConfigurationError(
+                f"The loss is {loss.item()} at step {training.steps:,}: --learning-rate {recipe.learning_rate:g} is "
+                "too high. Lower it."
+            )
+        print(f"step {training.steps:,} of {recipe.steps:,}, loss {loss.item():.3f}", flush=True)
+        with replacing(unfinished, private=True) as file:
+            torch.save(training.state_dict(), file)
     weights = training.weights()
     with replacing(options.out) as file:
         said = {RECIPE: recipe.to_json(), SOURCE: RANDOM_IMAGES, TENSORS: digest_of(weights)}
@@ -89,27 +92,6 @@ def pretrain(options: argparse.Namespace, of_fit: list[str]) -> None:
     unfinished.unlink(missing_ok=True)
     print(f"{options.out}: {RANDOM_IMAGES} (recipe {recipe.digest[:16]}).")
     print(f"A private run starts from it with --model.init_args.weights {options.out}.")
-
-
-def _run(training: Pretraining, unfinished: Path) -> None:
-    """Take the steps that are left; after each hundredth of all steps they are kept in a file, to resume from.
-
-    Raises:
-        ConfigurationError: if the loss is no finite number, so that the weights are lost.
-    """
-    total = training.recipe.steps
-    while training.steps < total:
-        loss = training.step()
-        if training.steps % max(1, total // 100) and training.steps < total:
-            continue
-        if not loss.isfinite():
-            raise ConfigurationError(
-                f"The loss is {loss.item()} at step {training.steps:,}: --learning-rate "
-                f"{training.recipe.learning_rate:g} is too high. Lower it."
-            )
-        print(f"step {training.steps:,} of {total:,}, loss {loss.item():.3f}", flush=True)
-        with replacing(unfinished, private=True) as file:
-            torch.save(training.state_dict(), file)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--out", type=Path, default=Path("random.safetensors"), help="file of the weights; default: random.safetensors")
-    add("--processes", nargs="+", choices=PROCESSES, default=list(PROCESSES), help="what makes the images")
     add("--images", type=int, default=50_000, help="how many images; default: 50,000")
     add("--steps", type=int, default=10_000, help="steps of the optimizer; default: 10,000")
     add("--batch-size", type=int, default=256, help="images of a step, each in two views; default: 256")

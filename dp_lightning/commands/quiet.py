@@ -30,8 +30,9 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", message, module=r"(lightning|jsonargparse)\b")
         for name in (None, "lightning.pytorch", "lightning.fabric"):
             for handler in logging.getLogger(name).handlers:
-                handler.addFilter(_is_wanted)
-                stack.callback(handler.removeFilter, _is_wanted)
+                if _is_wanted not in handler.filters:  # those of an outer `quiet` stay until it ends
+                    handler.addFilter(_is_wanted)
+                    stack.callback(handler.removeFilter, _is_wanted)
         yield
 
 

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
-from dp_lightning.commands.named_configs import path_of
+from dp_lightning.commands.configs import path_of
 from dp_lightning.commands.sweep import add_grid_options, planned_runs, spent_together
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.report import grid_report

@@ -26,19 +26,28 @@ FEW_IMAGES, BACKBONE = 10_000, "vit_small_patch16_224.augreg_in21k"
 #: The most that N delta may be: the number of persons that a mechanism which publishes each with probability delta, and
 #: which the guarantee allows, would be expected to publish.
 MOST_PUBLISHED = 0.1
-_MAX_GRAD_NORM, _MOMENTUM = 1.0, 0.9
 # Sides of an image in pixels: the least, and the most that a pretrained network and one from scratch see.
 _SMALLEST_SIDE, _FEATURE_SIDE, _SCRATCH_SIDE = 8, 224, 32
 # Images of a person in one step, at most: each is a row that goes through the network.
 _IMAGES_PER_PERSON = 4
+# The noise of a step over C from which a run cannot be expected to learn.
+_HOPELESS = 10.0
 # The share of the training set that is held out where the data has no other images to evaluate on.
 _VAL_FRACTION = 0.1
 
 
-class Rules(NamedTuple):
-    """The numbers of a kind of model; docs/own_data.md has the measurements.
+_CACHED = "# The network runs once over each image; its cache is as private as the images.\n"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a first run trains, and with which numbers; docs/own_data.md has the measurements.
 
     Attributes:
+        class_path, settings: the LightningModule, and its init_args without what comes from the data.
+        backbone: the network whose features one layer is trained on, in timm's registry, or ``scattering``; None for
+            a network from scratch.
+        weights: the file of the backbone's weights; None downloads timm's.
         largest_batch: B, at most; from scratch a larger one costs time (De et al. 2022).
         epochs: trainer.max_epochs.
         move: the most that the learning rate times the noise may be.
@@ -47,51 +56,28 @@ class Rules(NamedTuple):
         comment: lines above the data in the file.
     """
 
-    largest_batch: int
-    epochs: int
-    move: float
-    highest_rate: float
-    rows: int
-    comment: str
-
-
-_CACHED = "# The network runs once over each image; its cache is as private as the images.\n"
-_SCRATCH = Rules(4096, 50, 0.04, 0.3, 128, "")
-_PRETRAINED = Rules(
-    *(16_384, 25, 0.15, 1.0, 4096),
-    f"{_CACHED}# The weights have to come from public data; null downloads those of timm.\n",
-)
-# On features of length 1 the noise that counts is that of one weight, nu / sqrt(d), which is that of a logit.
-_SCATTERING = Rules(
-    *(16_384, 25, 0.015, 30.0, 512),
-    f"{_CACHED}# Scattering needs no weights. mirror: true suits images of which a mirror image shows the same.\n",
-)
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a first run trains.
-
-    Attributes:
-        class_path, settings: the LightningModule, and its init_args without what comes from the data.
-        rules: the numbers of this kind of model.
-        backbone: the network whose features one layer is trained on, in timm's registry, or ``scattering``; None for
-            a network from scratch.
-        weights: the file of the backbone's weights; None downloads timm's.
-    """
-
     class_path: str
     settings: Mapping[str, Any]
-    rules: Rules = _SCRATCH
     backbone: str | None = None
     weights: str | None = None
+    largest_batch: int = 4096
+    epochs: int = 50
+    move: float = 0.04
+    highest_rate: float = 0.3
+    rows: int = 128
+    comment: str = ""
 
     @classmethod
     def on_features(cls, backbone: str = BACKBONE, weights: str | None = None) -> "Model":
         """One layer on features; those of scattering have the length 1."""
-        if backbone != SCATTERING:
-            return cls("LinearProbeModule", {}, _PRETRAINED, backbone, weights)
-        return cls("LinearProbeModule", {"normalize": "unit"}, _SCATTERING, backbone)
+        shared: dict[str, Any] = {"backbone": backbone, "weights": weights, "largest_batch": 16_384, "epochs": 25}
+        if backbone == SCATTERING:
+            tip = "# Scattering needs no weights. mirror: true suits images of which a mirror image shows the same.\n"
+            shared |= {"move": 0.015, "highest_rate": 30.0, "rows": 512, "comment": _CACHED + tip}
+            return cls("LinearProbeModule", {"normalize": "unit"}, **shared)
+        tip = "# The weights have to come from public data; null downloads those of timm.\n"
+        shared |= {"move": 0.15, "highest_rate": 1.0, "rows": 4096, "comment": _CACHED + tip}
+        return cls("LinearProbeModule", {}, **shared)
 
     @classmethod
     def from_scratch(cls, count: int) -> "Model":
@@ -103,7 +89,7 @@ class Model:
     @property
     def is_pretrained(self) -> bool:
         """Whether a network with weights sees the images, which it then gets in colour."""
-        return self.rules is _PRETRAINED
+        return self.backbone not in (None, SCATTERING)
 
     def num_parameters(self, *, num_classes: int, in_channels: int, image_size: int) -> int:
         """The number d of parameters that are trained; no weights are read.
@@ -130,13 +116,12 @@ class Start(NamedTuple):
 
     Attributes:
         plan: N, B, T, delta and sigma.
-        num_parameters: d, the number of trained parameters.
         noise_norm: nu over C, the norm of the noise in one gradient over the most that one without noise has.
-        learning_rate: of SGD with momentum, before the schedule.
+        learning_rate: of SGD with momentum, before the schedule, in one digit. The noise of one step, without
+            momentum, moves the weights by ``Model.move`` at most.
     """
 
     plan: PrivacyPlan
-    num_parameters: int
     noise_norm: float
     learning_rate: float
 
@@ -144,46 +129,29 @@ class Start(NamedTuple):
 def start_of(
     num_train: int, num_parameters: int, model: Model, *, epsilon: float = 3.0, delta: float | None = None
 ) -> Start:
-    """The numbers for a model with d parameters.
-
-    Args:
-        num_train: N, images or persons.
-        num_parameters: d.
-        model: what is trained.
-        epsilon: the budget of the run.
-        delta: default: `delta_for`.
+    """The numbers for N images or persons and a model with d parameters; ``delta`` None takes that of `delta_for`.
 
     Raises:
         ConfigurationError: epsilon cannot be reached, or a number is out of its range.
     """
-    rules = model.rules
+    quarter = max(1, num_train // 4)
+    unit = 10 ** max(0, len(str(quarter)) - 2)  # B has two significant digits
     plan = RunShape.of_length(
         num_train=num_train,
-        expected_batch_size=batch_size_for(num_train, at_most=rules.largest_batch),
+        expected_batch_size=min(quarter // unit * unit, model.largest_batch),
         delta=delta_for(num_train) if delta is None else delta,
-        max_epochs=rules.epochs,
+        max_epochs=model.epochs,
     ).calibrate(epsilon)
     noise = plan.noise_norm(num_parameters=num_parameters, sensitivity=1.0)  # over C
-    counts = noise / math.sqrt(num_parameters) if rules is _SCATTERING else noise
-    return Start(plan, num_parameters, noise, learning_rate_for(counts, rules.move, rules.highest_rate))
+    # On features of length 1 the noise that counts is that of one weight, which is that of a logit.
+    counts = noise / math.sqrt(num_parameters) if model.backbone == SCATTERING else noise
+    return Start(plan, noise, float(f"{min(model.highest_rate, model.move / counts):.0e}"))
 
 
 def delta_for(num_train: int) -> float:
     """The largest power of ten for which N delta is at most 0.1."""
     exponent = math.ceil(math.log10(num_train / MOST_PUBLISHED) - 1e-9)
     return float(f"1e-{exponent}")
-
-
-def batch_size_for(num_train: int, *, at_most: int) -> int:
-    """A quarter of N in two significant digits, at least 1."""
-    quarter = max(1, num_train // 4)
-    unit = 10 ** max(0, len(str(quarter)) - 2)
-    return min(quarter // unit * unit, at_most)
-
-
-def learning_rate_for(noise: float, move: float, highest: float) -> float:
-    """The rate at which the noise of one step, without momentum, moves the weights by so much at most, in one digit."""
-    return float(f"{min(highest, move / max(noise, 1e-9)):.0e}")
 
 
 def configuration(
@@ -194,14 +162,12 @@ def configuration(
     epsilon: float,
     delta: float | None,
     name: str,
-) -> tuple[str, Start]:
-    """The YAML text of the run, with comments that say where its numbers come from, and these numbers.
+) -> tuple[str, list[str]]:
+    """The YAML text of the run, with comments that say where its numbers come from, and warnings about these numbers.
 
     Args:
         survey: of the data; files that cannot be read do not count, since the run needs them removed.
         data: the data module, and its settings that say where the images are and whose they are.
-        model: what is trained.
-        epsilon, delta: the budget; delta None takes that of `delta_for`.
         name: of the file, as it is given to ``dpl fit``.
 
     Raises:
@@ -229,12 +195,12 @@ def configuration(
         "target_epsilon": float(epsilon),
         "delta": plan.delta,
         "expected_batch_size": plan.expected_batch_size,
-        "max_grad_norm": _MAX_GRAD_NORM,
+        "max_grad_norm": 1.0,
     }
     if persons is not None:
         rows = min(_IMAGES_PER_PERSON, round(median(persons.values())))
         privacy |= {"unit_of_privacy": "group", "images_per_group": rows}
-    privacy["max_physical_batch_size"] = min(plan.expected_batch_size * rows, model.rules.rows)
+    privacy["max_physical_batch_size"] = min(plan.expected_batch_size * rows, model.rows)
     if model.backbone is None:
         settings["augment"] = False
     else:
@@ -242,8 +208,7 @@ def configuration(
         features = {"images": images, "backbone": model.backbone, **network, "cache": "features"}
         images = {"class_path": "CachedFeatures", "init_args": features}
     trained = {"class_path": model.class_path, **({"init_args": dict(model.settings)} if model.settings else {})}
-    rate = {"lr": start.learning_rate, "momentum": _MOMENTUM}
-    optimizer = {"class_path": "torch.optim.SGD", "init_args": rate}
+    optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": start.learning_rate, "momentum": 0.9}}
     text = f"""\
 # Written by `dpl init`. Train with: dpl fit --config {name}
 # What is released of the run makes public N, the number of training {unit} ({plan.num_train:,}), the names of the
@@ -252,12 +217,12 @@ def configuration(
 # The seed is that of the first weights and the validation split; noise and sampling take secret keys.
 seed_everything: 42
 
-# {start.num_parameters:,} parameters are trained.
+# {d:,} parameters are trained.
 {_yaml(model=trained)}
-{model.rules.comment}{_yaml(data=images)}
+{model.comment}{_yaml(data=images)}
 # The noise is solved for target_epsilon: sigma {plan.noise_multiplier:.2f}.
 # By default delta is the largest power of ten with N delta <= {MOST_PUBLISHED:g}.
-# B is a quarter of N, in {unit}.
+# B is a quarter of N, in {unit}; the run takes {plan.num_steps:,} steps.
 # The noise of a step is {start.noise_norm:,.2f} times as long as a clipped gradient can be.
 # max_physical_batch_size bounds memory, in images, and changes nothing else.
 {_yaml(privacy=privacy)}
@@ -267,11 +232,22 @@ seed_everything: 42
 trainer:
   accelerator: auto
   devices: 1
-  max_epochs: {model.rules.epochs}
+  max_epochs: {model.epochs}
   check_val_every_n_epoch: 5
   log_every_n_steps: 10
 """
-    return text, start
+    warnings = []
+    if (published := plan.num_train * plan.delta) > MOST_PUBLISHED * (1 + 1e-9):
+        warnings.append(
+            f"N delta is {published:.2g}: the guarantee allows a method that publishes so many {unit} whole. Choose a "
+            f"delta of at most {MOST_PUBLISHED / plan.num_train:.1g}, so that N delta is at most {MOST_PUBLISHED:g}."
+        )
+    if start.noise_norm > _HOPELESS:
+        fewer = ", or leave out --from-scratch" if model.backbone is None else ""
+        warnings.append(f"So much noise probably leaves nothing to learn. Collect more images or raise epsilon{fewer}.")
+    if model.is_pretrained and model.weights is None:
+        warnings.append("The first run downloads the weights. Offline, give --weights, or --backbone scattering.")
+    return text, warnings
 
 
 def _yaml(**groups: Any) -> str:

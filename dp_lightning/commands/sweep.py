@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from dp_lightning.atomic_files import require_writable
-from dp_lightning.commands.named_configs import path_of
+from dp_lightning.commands.configs import path_of
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import SEED, Cell, Grid
 from dp_lightning.experiments.launchers import LAUNCHERS

@@ -36,10 +36,9 @@ from dp_lightning.callbacks import (
     SignalToNoise,
     StopOnSignal,
 )
-from dp_lightning.commands.named_configs import with_paths
-from dp_lightning.commands.near_names import did_you_mean
+from dp_lightning.commands.configs import with_paths
 from dp_lightning.commands.quiet import quiet
-from dp_lightning.errors import ConfigurationError, DataError, DpLightningError
+from dp_lightning.errors import ConfigurationError, DpLightningError, did_you_mean
 from dp_lightning.foreign_text import load_yaml
 from dp_lightning.lightning_internals import CommandLine, flags_of
 from dp_lightning.lightning_modules import schedules
@@ -51,8 +50,6 @@ from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
-#: Settings of the model that are properties of the data, from which the command line takes them.
-LINKED = ("num_classes", "in_channels", "image_size", "mean", "std")
 # Modules whose classes a configuration gives by short names, since they are imported here.
 _MODULES = (
     datamodules,
@@ -64,6 +61,8 @@ _MODULES = (
     callbacks,
     loggers,
 )
+# How the parser quotes a name that it does not know.
+_UNKNOWN = re.compile(r"(?:unrecognized arguments: --?|accept option '|Option '|import path string: )([\w.]+)")
 # Groups of which nothing is set where all lines below them are comments.
 _MAY_BE_EMPTY = {"init_args", "dict_kwargs", "trainer", "privacy", "postprocess", "averaging"}
 
@@ -101,16 +100,9 @@ def _hint(message: str, flags: set[str]) -> str:
         message: of a parser, which repeats what the parser of a class within has said.
         flags: the options that the parser takes.
     """
-    if "Did you mean" in message:
-        return ""
-    if found := re.search(r"unrecognized arguments: --?([\w.]+)|does not accept option '([\w.]+)'", message):
-        return did_you_mean(found[1] or found[2], flags)
-    if found := re.match(r"Option '([\w.]+)' is not accepted", message):
-        settings = sorted(flag for flag in flags if not flag.startswith("-") and not flag.endswith("help"))
-        return f"{did_you_mean(found[1], settings)} The settings of the class are {', '.join(settings)}."
-    if found := re.search(r"Expected a dot import path string: (\w+)\n", message):
+    if (found := _UNKNOWN.search(message)) and "Did you mean" not in message:
         names = {name for module in _MODULES for name in getattr(module, "__all__", dir(module))}
-        return did_you_mean(found[1], (name for name in names if name[0].isupper()))
+        return did_you_mean(found[1], {*flags, *(name for name in names if name[0].isupper())})
     if "arguments are required" in message:
         return " `dpl configs` lists configurations, and `dpl init FOLDER` writes one for your images."
     return ""
@@ -137,7 +129,8 @@ class TrainingCLI(CommandLine):
         parser.add_lightning_class_args(PostProcessCallback, "postprocess")
         parser.add_lightning_class_args(AveragedWeights, "averaging")
         parser.callback_keys.clear()  # instantiate_trainer gives them their places among the callbacks
-        for name in LINKED:
+        # Properties of the data, which nobody has to repeat for the model.
+        for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -246,26 +239,24 @@ class TrainingCLI(CommandLine):
         """Run the command.
 
         Raises:
-            ConfigurationError: for settings that Lightning refuses when it starts.
-            DataError: for a checkpoint whose state is not that of this model or its optimizer.
+            ConfigurationError: for settings that Lightning refuses when it starts, and for a checkpoint whose state is
+                not that of this model or its optimizer.
         """
         try:
             super().run_command(command)
         except DpLightningError:
             raise
-        except MisconfigurationException as error:
-            raise ConfigurationError(str(error)) from error
-        except (RuntimeError, ValueError) as error:
+        except (MisconfigurationException, RuntimeError, ValueError) as error:
             if "to NOT exist" in str(error):  # the file of the configuration, without a logger or with its version set
-                raise ConfigurationError(
-                    f"{error} Give another trainer.default_root_dir, or resume that run with --ckpt_path."
-                ) from error
-            if not re.search("state_dict|state dict", str(error)):
+                fix = "Give another trainer.default_root_dir, or resume that run with --ckpt_path."
+            elif re.search("state_dict|state dict", str(error)):
+                path = self.setting(self.config_init, "ckpt_path")
+                fix = f"ckpt_path {path} does not fit this configuration. Take the one that its run saved."
+            elif isinstance(error, MisconfigurationException):
+                fix = ""
+            else:
                 raise
-            path = self.setting(self.config_init, "ckpt_path")
-            raise DataError(
-                f"ckpt_path {path} does not fit this configuration. Take the one that its run saved. {error}"
-            ) from error
+            raise ConfigurationError(f"{error} {fix}") from error
 
     def before_fit(self) -> None:
         """Refuse wrong settings before any data is touched."""
@@ -278,9 +269,8 @@ class TrainingCLI(CommandLine):
             if isinstance(callback, SaveConfigCallback) and (asked is not None or SLURMEnvironment.detect()):
                 # A resumed run may use its earlier log folder again.
                 callback.overwrite = True
-        check_files = getattr(self.datamodule, "check_files", None)
-        if check_files is not None:
-            check_files()
+        if hasattr(self.datamodule, "check_files"):
+            self.datamodule.check_files()
 
     def after_fit(self) -> None:
         """Print what can be done with the best or last checkpoint of the run."""

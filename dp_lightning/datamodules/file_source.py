@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.errors import DataError
-from dp_lightning.foreign_text import printable
 
 #: Names of images end so; of an animation the first image is read.
 IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
@@ -160,5 +159,5 @@ def require_readable(paths: Sequence[str], where: str) -> None:
 
 def listed(bad: Sequence[tuple[str, str]]) -> str:
     """Return the first ten of these files, a line each with the reason."""
-    lines = [f"  {printable(path)}: {printable(why)}" for path, why in bad[:_NAMED]]
+    lines = [f"  {path}: {why}" for path, why in bad[:_NAMED]]
     return "\n".join([*lines, *([f"  and {len(bad) - _NAMED:,} more"] if len(bad) > _NAMED else [])])

@@ -87,11 +87,6 @@ class Survey:
         return survey
 
     @cached_property
-    def bad(self) -> list[Look]:
-        """The images that cannot be read."""
-        return [look for look in self.looks if look.problem is not None]
-
-    @cached_property
     def readable(self) -> list[Look]:
         """The training images that can be read."""
         return [look for look in self.looks if look.split == "train" and look.problem is None]
@@ -115,19 +110,6 @@ class Survey:
     def is_grey(self) -> bool:
         """Whether no training image has colours."""
         return all(look.channels < 3 for look in self.readable)
-
-    @cached_property
-    def repeats(self) -> list[tuple[Look, Look]]:
-        """Pairs of a training image and a later one that is equal to it."""
-        first: dict[bytes, Look] = {}
-        pairs = [(first.setdefault(look.digest, look), look) for look in self.readable]
-        return [(earlier, later) for earlier, later in pairs if earlier is not later]
-
-    @cached_property
-    def shared(self) -> list[Look]:
-        """The validation and test images that are also in the training set."""
-        trained = {look.digest for look in self.readable}
-        return [look for look in self.looks if look.split != "train" and look.digest in trained]
 
 
 def _in_file(path: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dp_lightning.cli import main
-from dp_lightning.commands.named_configs import FOLDER, names, path_of, with_paths
+from dp_lightning.commands.configs import FOLDER, names, path_of, with_paths
 from dp_lightning.errors import ConfigurationError
 
 REPOSITORY = Path(__file__).parents[2] / "configs"

@@ -30,6 +30,7 @@ def fit(device, precision, folder, *more):
         "trainer.enable_progress_bar": "false",
         "trainer.default_root_dir": folder,
         "privacy.max_physical_batch_size": 200,
+        "model.init_args.channels": 4,
         "privacy.accountant": "rdp",
         "privacy.target_epsilon": "null",
         "privacy.noise_multiplier": 2.0,

@@ -33,7 +33,7 @@ def answer(capsys, options):
 
 
 def test_every_combination_has_the_noise_of_its_own_plan(capsys, touched):
-    found = answer(capsys, f"{CONFIG} --epochs 4,2 --epsilon 1,8 --batch_size 200,50")["runs"]
+    found = answer(capsys, f"{CONFIG} --epsilon 1 8 --epochs 2 4 --batch_size 50 200")["runs"]
     order = [(target, epochs, size) for target in (1, 8) for epochs in (2, 4) for size in (50, 200)]
     assert len(found) == len(order)
     for run, (target, epochs, size) in zip(found, order, strict=True):
@@ -120,8 +120,7 @@ def no_images(self, batch, batch_idx):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("--batch-size 1438,10", "expected_batch_size must be at most num_train = 1437"),
-        ("--batch-size 10,x", "--batch-size/--batch_size: invalid list of int value: '10,x'"),
+        ("--batch-size 10 1438", "expected_batch_size must be at most num_train = 1437"),
         ("--trainer.gradient_clip_val 1.0", "trainer.gradient_clip_val"),
         (
             "--privacy.target_epsilon null --privacy.noise_multiplier 0 --privacy.not_private true",

@@ -1,5 +1,6 @@
 """What `dpl` leaves out of the messages of Lightning, and what it shows."""
 
+import logging
 import os
 import subprocess
 import warnings
@@ -57,3 +58,12 @@ def test_a_warning_is_left_out_by_its_text_and_its_origin(module, count):
             warnings.warn_explicit("something else", UserWarning, "file.py", 2, module=module)
         assert len(found) == 1 + count
     assert list(warnings.filters) == before
+
+
+def test_a_quiet_within_a_quiet_leaves_the_outer_one():
+    handler, *_ = logging.root.handlers  # pytest's
+    with quiet():
+        with quiet():
+            pass
+        assert handler.filters
+    assert not handler.filters

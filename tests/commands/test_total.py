@@ -116,9 +116,3 @@ def test_what_cannot_be_added_up_is_refused(run, tmp_path):
     (folder / "privacy_journal_a.jsonl").write_text(edited)
     with pytest.raises(DataError, match="not as it was written"):
         total_epsilon([folder])
-
-
-def test_folders_and_options_of_a_plan_exclude_each_other(run, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["account", str(run("a")), "--epsilon", "3"])
-    assert "--epsilon: runs have their own" in capsys.readouterr().err
