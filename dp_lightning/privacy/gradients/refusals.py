@@ -129,10 +129,5 @@ def _place(frames: Sequence[traceback.FrameSummary]) -> str:
     others = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN, "<"))]
     users = [frame for frame in others if not frame.filename.startswith(_INSTALLED)]
     shown = [*users[-1:], *others[-1:]]
-    named = dict.fromkeys(f"{_short(frame.filename)}:{frame.lineno} ({frame.line})" for frame in shown)
+    named = dict.fromkeys(f"{frame.filename.removeprefix(_INSTALLED)}:{frame.lineno} ({frame.line})" for frame in shown)
     return ", in ".join(named) + ": " if named else ""
-
-
-def _short(file: str) -> str:
-    """The path of an installed file within the folder of packages."""
-    return file.removeprefix(_INSTALLED)
