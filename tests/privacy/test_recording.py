@@ -337,6 +337,21 @@ def test_what_is_no_fault_of_vmap_is_raised_as_it_is():
         record(Module(lambda m, x: {}["missing"], a=nn.Linear(4, 2)), squares, randn(B, 4))
 
 
+def test_a_text_model_trains_with_a_mask_of_four_dimensions_and_is_refused_with_one_of_two():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = BertForSequenceClassification(BertConfig(vocab_size=30, max_position_embeddings=16, **sizes)).eval()
+    tokens, mask = torch.arange(B * 7).view(B, 7) % 29 + 1, torch.arange(7) < torch.arange(B)[:, None] + 2
+
+    def loss(model, tokens, mask):
+        return model(input_ids=tokens[None], attention_mask=mask[None]).logits.square().sum()
+
+    check(model, loss, tokens, mask[:, None, None, :])
+    with pytest.raises(ModelError, match="mask of four dimensions"):
+        record(model, loss, tokens, mask.long())
+
+
 def test_hooks_of_parameters_are_refused():
     model = nn.Linear(4, 4)
     model.weight.register_hook(lambda gradient: gradient)
