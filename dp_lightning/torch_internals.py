@@ -1,41 +1,18 @@
 """Every private member of torch that this package uses.
 
 They may change with any release. Each has a public name here and the reason why it is needed, and
-`tests/test_torch_internals.py` uses each, so that a missing one is noticed, and can be replaced, in one place. Those of
+`tests/test_internals.py` uses each, so that a missing one is noticed, and can be replaced, in one place. Those of
 Lightning are in `lightning_internals`.
 """
 
 import torch
 from torch import Tensor, nn
 from torch._C import _functorch
-from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as below_transforms
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch._functorch import pyfunctorch
+from torch.utils import _pytree
 
 #: The versions with which these members were tested. Those of torch exist since 2.11.
 TRIED = {"torch": "2.14.1"}
-
-__all__ = [
-    "TRIED",
-    "TreeSpec",
-    "add_batch_dimension",
-    "batch_dimension",
-    "below_transforms",
-    "grouped_mm",
-    "has_bfloat16_on_cpu",
-    "has_hooks",
-    "is_batched",
-    "is_compiled",
-    "is_wrapped",
-    "level",
-    "storage_address",
-    "storage_uses",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-    "version_of",
-    "wrapped_tensor",
-]
 
 # Tensors
 
@@ -67,17 +44,18 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-grouped_mm = torch._grouped_mm
-"""``F.grouped_mm`` calls it, and a function mode sees this call."""
-
-
 def has_bfloat16_on_cpu() -> bool:
     """Whether this processor multiplies matrices of bfloat16 faster than those of float32, which chooses methods."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-# Transforms of torch.func. Inside a transform, the tensor of one example wraps the tensor of all examples. Rules run on
-# the latter, `below_transforms`, and put it back into a wrapper; torch.func itself shows neither.
+# Transforms of torch.func. Inside a transform, the tensor of one example wraps the tensor of all examples, which may
+# have the dimension of the examples anywhere. Rules run on the latter, `below_transforms`, and put it back into a
+# wrapper; torch.func itself shows neither. Autograd runs below the wrappers, so the graph, its hooks and its gradients
+# are those of all examples.
+
+below_transforms = pyfunctorch.temporarily_pop_interpreter_stack
+"""A context in which no transform runs."""
 
 is_wrapped = _functorch.is_functorch_wrapped_tensor
 """Whether a tensor belongs to a transform that is running or has ended, so that it may hold an example."""
@@ -91,16 +69,40 @@ wrapped_tensor = _functorch.get_unwrapped
 batch_dimension = _functorch.maybe_get_bdim
 """The dimension of `wrapped_tensor` that is that of the examples; -1 if the tensor does not differ between them."""
 
-add_batch_dimension = _functorch._add_batch_dim
-"""(tensor, dimension, level) to the tensor of one example inside the vmap of that level, the way back."""
-
 
 def is_batched(tensor: Tensor) -> bool:
     """Whether a tensor differs between examples."""
     return batch_dimension(tensor) >= 0
 
 
+def wrapped(tensor: Tensor, at: int) -> Tensor:
+    """A tensor of all examples (b, ...) as that of one example, inside the vmap of level ``at``."""
+    return _functorch._add_batch_dim(tensor, 0, at)
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """The tensor of all examples (b, ...) behind a batched one; to be used in ``below_transforms``."""
+    inner, dim = wrapped_tensor(tensor), batch_dimension(tensor)
+    if dim == 0:
+        return inner
+    with below_transforms():
+        return torch.movedim(inner, dim, 0)
+
+
+def detached(tensor: Tensor, batch_size: int) -> Tensor:
+    """The tensor of all examples (b, ...) behind that of one example, detached."""
+    if level() is None:
+        return tensor.detach().expand(batch_size, *tensor.shape)
+    inner = unwrapped(tensor) if is_batched(tensor) else tensor.expand(batch_size, *tensor.shape)
+    with below_transforms():
+        return inner.detach()
+
+
 # Modules, and trees of tensors, for which torch 2.14 has no public functions
+
+TreeSpec = _pytree.TreeSpec
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -152,29 +152,18 @@ class MultiLabel(Wild):
         return loader(*self._labels(1))
 
 
-class Block(nn.Sequential):
-    """Two convolutions with group norm."""
-
-    def __init__(self, inward, outward):
-        super().__init__(
-            *(nn.Conv2d(inward, outward, 3, padding=1, bias=False), nn.GroupNorm(2, outward), nn.ReLU(inplace=True)),
-            *(nn.Conv2d(outward, outward, 3, padding=1, bias=False), nn.GroupNorm(2, outward), nn.ReLU(inplace=True)),
-        )
-
-
 class UNet(nn.Module):
     """Ronneberger et al. 2015, two levels."""
 
     def __init__(self):
         super().__init__()
-        self.down, self.bottom = Block(3, 4), Block(4, 8)
-        self.up, self.last = nn.ConvTranspose2d(8, 4, 2, stride=2), Block(8, 4)
-        self.head = nn.Conv2d(4, 1, 1)
+        self.down = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True))
+        self.bottom = nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(inplace=True))
+        self.up, self.head = nn.ConvTranspose2d(8, 4, 2, stride=2), nn.Conv2d(8, 1, 1)
 
     def forward(self, x):
         skip = self.down(x)
-        up = self.up(self.bottom(F.max_pool2d(skip, 2)))
-        return self.head(self.last(torch.cat([skip, up], dim=1)))
+        return self.head(torch.cat([skip, self.up(self.bottom(skip))], dim=1))
 
 
 class Segmentation(Wild):
@@ -307,14 +296,6 @@ class Frozen(Wild):
 
     def train_dataloader(self):
         return DataLoader(Augmented(), batch_size=16, shuffle=True)
-
-
-class OnDevice(Wild):
-    """Normalises on the device, in the hook for it."""
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        x, y = batch
-        return v2.functional.normalize(x, [0.5] * 3, [0.5] * 3), y
 
 
 class Epochs(Wild):
@@ -492,7 +473,7 @@ class Weighted(Wild):
 
 TRAIN = (
     *(OneCycle, StepsOfAnEpoch, Metrics, MultiLabel, Segmentation, HuggingFace, TimmSchedule, Autoencoder, Plateau),
-    *(Frozen, OnDevice, Epochs, RateInTheStep, LastDraw, WarmsUp, Teacher, Hyperparameters, Mixup, Clipped),
+    *(Frozen, Epochs, RateInTheStep, LastDraw, WarmsUp, Teacher, Hyperparameters, Mixup, Clipped),
 )
 """Modules that train as they are."""
 

@@ -1,16 +1,19 @@
-"""Private members of libraries stand in one file for each family of libraries, and each of them is there."""
+"""Private members of libraries stand in one file for each family of libraries, and do what they are used for."""
 
 import ast
 from importlib.metadata import version
 from pathlib import Path
 
 import lightning.pytorch as pl
+import pytest
 import torch
+from torch import nn
+from torch.func import grad, vmap
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 import dp_lightning
-from dp_lightning import lightning_internals as internals
+from dp_lightning import lightning_internals, torch_internals
 
 PACKAGE = Path(dp_lightning.__file__).parent
 LINES = (PACKAGE.parent / "constraints.txt").read_text().splitlines()
@@ -74,12 +77,12 @@ class Fit(pl.LightningModule):
         loss = self.layer(batch[0]).mean()
         self.log("both", loss, on_step=True, on_epoch=True)
         self.mean(loss.detach())
-        internals.set_value_of_step(self.mean, torch.tensor(7.0))
+        lightning_internals.set_value_of_step(self.mean, torch.tensor(7.0))
         self.log("metric", self.mean, on_step=True)
         return loss
 
     def on_train_batch_end(self, *args):
-        self.logged = {result.meta.name for result in internals.logged_in_training(self.trainer)}
+        self.logged = {result.meta.name for result in lightning_internals.logged_in_training(self.trainer)}
 
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.randn(4, 2)), batch_size=2)
@@ -93,9 +96,10 @@ def trainer(tmp_path, **kwargs):
     return pl.Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet, **kwargs)
 
 
-def test_the_versions_that_were_tried_are_those_that_are_installed_here():
+@pytest.mark.parametrize("internals", [lightning_internals, torch_internals])
+def test_the_versions_that_were_tried_are_the_pinned_ones_that_are_installed_here(internals):
     assert {name: PINNED[name] for name in internals.TRIED} == internals.TRIED
-    assert all(version(name) == tried for name, tried in internals.TRIED.items())
+    assert all(version(name).partition("+")[0] == tried for name, tried in internals.TRIED.items())
 
 
 def test_what_a_fit_logs(tmp_path):
@@ -103,3 +107,55 @@ def test_what_a_fit_logs(tmp_path):
     run.fit(module)
     assert module.logged == {"both", "metric"}
     assert run.callback_metrics["metric"] == 7
+
+
+# torch
+
+
+def test_hooks_of_a_parameter():
+    def parameter():
+        return nn.Parameter(torch.ones(1))
+
+    first, second, third = parameter(), parameter(), parameter()
+    first.register_hook(lambda gradient: None)
+    second.register_post_accumulate_grad_hook(lambda owner: None)
+    assert [torch_internals.has_hooks(each) for each in (first, second, third)] == [True, True, False]
+
+
+def test_inside_of_a_vmap():
+    found, weight = {}, torch.ones(3)
+
+    def one(x):
+        found.update(
+            batched=(torch_internals.is_batched(x), torch_internals.is_batched(weight)),
+            wrapped=(torch_internals.is_wrapped(x), torch_internals.is_wrapped(weight)),
+            level=torch_internals.level(),
+            dim=torch_internals.batch_dimension(x),
+            tensor=torch_internals.wrapped_tensor(x),
+            rows=torch_internals.unwrapped(x),
+        )
+        with torch_internals.below_transforms():
+            found["below"] = torch_internals.level()
+            whole = torch_internals.wrapped_tensor(x) * 2
+        return torch_internals.wrapped(whole.movedim(1, 0), torch_internals.level())
+
+    examples = torch.arange(6.0).view(3, 2)
+    result = vmap(one, in_dims=1)(examples)
+    assert found.pop("tensor") is examples
+    assert torch.equal(found.pop("rows"), examples.T)
+    assert found == {"batched": (True, False), "wrapped": (True, False), "level": 1, "dim": 1, "below": None}
+    assert torch.equal(result, 2 * examples.T)
+    assert torch_internals.level() is None
+
+
+def test_a_wrapper_of_an_inner_transform_leads_to_the_tensor_of_the_example():
+    def one(x):
+        return grad(lambda inner: kept.append(inner) or inner.sum())(x) + x.sum()
+
+    kept = []
+    vmap(lambda x: kept.append(x) or one(x))(torch.ones(3, 2))
+    example, inner = kept
+    assert torch_internals.is_wrapped(inner)
+    assert not torch_internals.is_batched(inner)
+    assert torch_internals.wrapped_tensor(inner) is example
+    assert torch_internals.is_batched(example)  # after the transform has ended, too

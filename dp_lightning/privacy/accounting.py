@@ -131,27 +131,23 @@ class Ledger:
     Its state has plain Python types, so that a checkpoint that holds it loads with ``torch.load(weights_only=True)``.
 
     Attributes:
+        totals: how many steps were taken with each ``(noise_multiplier, sample_rate)``, without earlier runs.
         earlier: steps that the weights had taken before, in other runs, by the runs' names. Epsilon counts them.
     """
 
     def __init__(self) -> None:
-        self._totals: Counter[tuple[float, float]] = Counter()
+        self.totals: Counter[tuple[float, float]] = Counter()
         self.earlier: dict[str, tuple[Run, ...]] = {}
 
     @property
     def runs(self) -> tuple[Run, ...]:
         """``(noise_multiplier, sample_rate, count)`` of each kind of step, in the order of their first ones."""
-        return tuple((*kind, count) for kind, count in self._totals.items())
+        return tuple((*kind, count) for kind, count in self.totals.items())
 
     @property
     def num_steps(self) -> int:
         """The number of logical steps recorded, without earlier runs."""
-        return self._totals.total()
-
-    @property
-    def totals(self) -> Counter[tuple[float, float]]:
-        """How many steps were taken with each ``(noise_multiplier, sample_rate)``, without earlier runs."""
-        return self._totals.copy()
+        return self.totals.total()
 
     @property
     def earlier_steps(self) -> list[Run]:
@@ -172,7 +168,7 @@ class Ledger:
 
     def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Add one logical step. Raises ConfigurationError for values outside their ranges."""
-        self._totals += _totals([_check_run(noise_multiplier, sample_rate, 1)])
+        self.totals += _totals([_check_run(noise_multiplier, sample_rate, 1)])
 
     def epsilon(self, *, delta: float, accountant: str = "prv") -> float:
         """Epsilon spent by the recorded steps and those of earlier runs at `delta`."""
@@ -196,17 +192,17 @@ class Ledger:
         """
         loaded = Ledger()
         try:
-            loaded._totals = _totals(_check_run(*run) for run in state["runs"])
+            loaded.totals = _totals(_check_run(*run) for run in state["runs"])
             loaded.count_earlier(state.get("earlier", {}))
         except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
             raise ConfigurationError(f"The saved ledger is malformed: {error}") from None
-        if not self._totals <= loaded._totals:
+        if not self.totals <= loaded.totals:
             raise BudgetError(
                 f"The saved ledger holds {loaded.num_steps} steps and lacks some of the {self.num_steps} "
                 "already taken. A ledger cannot forget steps: resume from a later checkpoint, or start a "
                 "new process."
             )
-        self._totals = loaded._totals
+        self.totals = loaded.totals
         self.count_earlier(loaded.earlier)
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dp_lightning.errors import DataError, ModelError
+from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
@@ -38,9 +38,6 @@ class Examples:
         phases: which parameters are frozen in a step.
         isolation: the checks around the loss.
         randomness: gives all generators new keys.
-
-    Attributes:
-        methods: how the gradients of each parameter were taken in the last physical batch.
     """
 
     def __init__(
@@ -53,7 +50,6 @@ class Examples:
     ) -> None:
         self._mode, self._parameters, self._phases = mode, parameters, phases
         self._isolation, self._randomness = isolation, randomness
-        self.methods: dict[str, str] = {}
         self._warned = False
 
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
@@ -69,12 +65,6 @@ class Examples:
     def _add_together(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
         leaves, structure = batch.leaves, batch.structure
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if not places:
-            raise DataError(
-                "The batches of the training set have no tensor. With privacy.examples: together all examples run at "
-                "once, and only tensors can differ between them. Let the data set or collate_fn return tensors, or set "
-                "privacy.examples: one_by_one."
-            )
         total.begin(len(batch), None if batch.counted.all() else sent(batch.counted, total.flat.device))
         recording = Recording(self._parameters, len(batch), total.take, stale=self._isolation.stale)
 
@@ -88,10 +78,8 @@ class Examples:
         with self._isolation.together(recording):
             recording.backward(recording.run(one, *(leaves[place] for place in places)))
         total.end()
-        self.methods = recording.methods
 
     def _add_one_by_one(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
-        self.methods = dict.fromkeys(self._parameters, "one by one")
         for index, counted in enumerate(batch.counted.tolist()):
             mine = [_alone(leaf, index, counted=counted) for leaf in batch.leaves]
             self._randomness.before_step(batch.place, index)

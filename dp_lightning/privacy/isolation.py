@@ -181,15 +181,6 @@ class Isolation:
         self.stale = {key: ref for key, ref in self.stale.items() if ref() is not None}
 
 
-@contextmanager
-def put_back(module: nn.Module) -> Iterator[None]:
-    """Context around losses outside of steps, whose changes of buffers, frozen parameters and numbers are undone."""
-    isolation = Isolation(module, {name: each for name, each in module.named_parameters() if each.requires_grad})
-    isolation.begin(together=False)
-    with isolation.one_by_one(advances=False):
-        yield
-
-
 def require_own_tensors(module: nn.Module, dataset: Any) -> None:
     """Refuse a module that holds tensors of the training set: its loss would see other examples.
 

@@ -11,10 +11,10 @@ def check_delta(delta: float) -> None:
         raise ConfigurationError(f"delta must be a number between 0 and 1; got {delta!r}.")
 
 
-def check_count(name: str, value: int, *, minimum: int = 1) -> None:
-    """Raise ConfigurationError unless `value` is an integer from `minimum` to 2**53."""
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= 2**53:
-        raise ConfigurationError(f"{name} must be an integer of at least {minimum}; got {value!r}.")
+def check_count(name: str, value: int) -> None:
+    """Raise ConfigurationError unless `value` is an integer from 1 to 2**53."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 2**53:
+        raise ConfigurationError(f"{name} must be an integer of at least 1; got {value!r}.")
 
 
 def check_noise_multiplier(value: float) -> None:

@@ -184,7 +184,7 @@ class PrivateStep:
             BudgetError: when the plan's steps are all taken.
             ModelError: naming what of the module's code cannot be taken example by example, or a parameter that was
                 frozen or unfrozen since the run began.
-            DataError: when an example has another shape or structure than those before, or no tensor.
+            DataError: when an example has another shape or structure than those before.
         """
         require_same_trained(self._every, self.parameters)
         place, before = batch.place, self._taken
@@ -267,11 +267,6 @@ class PrivateStep:
     def noise_level(self) -> float:
         """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B."""
         return self.plan.noise_level(self.clip_plan.sensitivity)
-
-    @property
-    def methods(self) -> dict[str, str]:
-        """How the gradients of each parameter were taken in the last physical batch, where they were used."""
-        return self._examples.methods
 
     @property
     def discarded(self) -> Tensor:

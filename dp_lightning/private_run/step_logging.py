@@ -17,10 +17,9 @@ from torchmetrics import Metric, MetricCollection
 
 from dp_lightning.errors import ModelError
 from dp_lightning.lightning_internals import set_value_of_step
-from dp_lightning.privacy.gradients.vmap import detached
 from dp_lightning.private_run.unprotected import POST_PROCESSING
 from dp_lightning.processors import sent
-from dp_lightning.torch_internals import level, tree_map_only
+from dp_lightning.torch_internals import detached, level, tree_map_only
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 

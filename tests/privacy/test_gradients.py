@@ -19,12 +19,8 @@ PLANS = {
     "per-layer-automatic": ClipPlan.per_layer(max_grad_norm=2.0, factor="automatic"),
 }
 MODELS = {
-    "wrn": (lambda: WideResNet(16, 4, 10), (3, 32, 32)),
-    "wrn-de-et-al": (
-        lambda: WideResNet(10, 2, 10, weight_standardization=True, relu_first=True),
-        (3, 16, 16),
-    ),
-    "resnet18-cifar": (lambda: ResNet(18, 10, stem="cifar"), (3, 16, 16)),
+    "wrn": (lambda: WideResNet(16, 4, 10), (3, 16, 16)),
+    "wrn-de-et-al": (lambda: WideResNet(10, 2, 10, weight_standardization=True, relu_first=True), (3, 16, 16)),
     "small-cnn": (lambda: SmallCNN(10, in_channels=1, image_size=8), (1, 8, 8)),
     "vit": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, num_classes=10), (3, 32, 32)),
 }
@@ -59,7 +55,7 @@ def test_clipped_sum_equals_the_loop_over_single_examples(name, plan):
     check_against_the_loop(*MODELS[name], PLANS[plan], torch.float32)
 
 
-def check_against_the_loop(make, shape, plan, dtype, size=4, augmult=1):
+def check_against_the_loop(make, shape, plan, dtype, size=3, augmult=1):
     torch.manual_seed(0)
     model, (x, y) = make().to(dtype), batch(shape, size)
     x = x.to(dtype)
@@ -78,12 +74,10 @@ def check_against_the_loop(make, shape, plan, dtype, size=4, augmult=1):
 @pytest.mark.parametrize("name", ["wrn-de-et-al", "vit"])
 @pytest.mark.usefixtures("smooth")
 def test_the_mean_over_views_is_clipped_once(name, plan):
-    check_against_the_loop(*MODELS[name], PLANS[plan], torch.float32, size=8, augmult=4)
+    check_against_the_loop(*MODELS[name], PLANS[plan], torch.float32, size=6, augmult=3)
 
 
 LAYERS = {
-    "conv-wide": (lambda: nn.Conv2d(16, 32, 3, padding=1), (16, 4, 5)),
-    "conv-reflect": (lambda: nn.Conv2d(16, 32, 3, padding=1, padding_mode="reflect"), (16, 5, 5)),
     "timm-layer-norm-2d": (lambda: timm.layers.LayerNorm2d(6), (6, 4, 3)),
     "timm-group-norm-1": (lambda: timm.layers.GroupNorm1(6), (6, 4, 3)),
     "layer-scale-2d": (lambda: timm.layers.LayerScale2d(4, init_values=0.3), (4, 3, 5)),
@@ -91,25 +85,19 @@ LAYERS = {
     "scaled-standardized-conv": (lambda: timm.layers.ScaledStdConv2d(4, 6, 3, gamma=1.7, gain_init=0.8), (4, 5, 5)),
     "timm-attention-pool": (lambda: timm.layers.AttentionPoolLatent(8, num_heads=2), (5, 8)),
     "prelu": (lambda: nn.PReLU(4), (4, 5)),
-    "transformer-layer": (
-        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-        (3, 8),
-    ),
+    "transformer-layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (3, 8)),
 }
 
 
-@pytest.mark.parametrize("plan", ["flat-tight", "per-layer-abadi"])
+@pytest.mark.parametrize("plan", [ClipPlan.flat(max_grad_norm=0.1), PLANS["per-layer-abadi"]])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_kind_equals_the_loop(name, channels_last, plan):
     torch.manual_seed(0)
     make, shape = LAYERS[name]
-    plan = ClipPlan.flat(max_grad_norm=0.1) if plan == "flat-tight" else PLANS[plan]
-    if channels_last and len(shape) < 3:
-        pytest.skip("channels-last needs two spatial dimensions")
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(6, *shape, generator=generator)
-    if channels_last:
+    if channels_last and x.dim() > 3:
         x = x.movedim(1, -1).contiguous().movedim(-1, 1)
     layer = make()
     model = nn.Sequential(layer, nn.Tanh(), nn.Flatten())
@@ -154,6 +142,7 @@ def small_bit():
 
 
 LARGER = {
+    "resnet18-cifar": (lambda: ResNet(18, 10, stem="cifar"), (3, 8, 8)),
     "convnext": (lambda: timm.create_model("convnext_atto", num_classes=10, drop_path_rate=0.0), (3, 32, 32)),
     "mobilenet-group-norm": (mobilenet, (3, 32, 32)),
     "resnetv2-bit": (small_bit, (3, 64, 64)),
@@ -167,8 +156,7 @@ LARGER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", ["flat-abadi", "per-layer-abadi"])
 @pytest.mark.parametrize("name", LARGER)
-def test_the_clipped_sum_of_a_larger_model_equals_the_loop(name, plan):
+def test_the_clipped_sum_of_a_larger_model_equals_the_loop(name):
     # float64: a float32 activation that rounds across a kink moves the gradient by 1e-4.
-    check_against_the_loop(*LARGER[name], PLANS[plan], torch.float64, size=2)
+    check_against_the_loop(*LARGER[name], PLANS["per-layer-abadi"], torch.float64, size=2)

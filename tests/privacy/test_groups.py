@@ -242,15 +242,3 @@ def test_a_record_that_stands_twice_in_a_group_is_refused():
     dataset.groups = ["x"]
     with pytest.raises(ConfigurationError, match="Examples 1 and 3 of the training set are the same record"):
         private_step(dataset, plan=plan_of(len(set(groups_of(dataset)))))
-
-
-def test_the_statement_speaks_of_persons():
-    private = private_step(Images(SIZES), augmult=2, max_physical_batch_size=24)
-    released(private)
-    facts, page = private.statement().to_dict(), private.statement().to_markdown()
-    assert facts["unit_of_privacy"] == "one person (all images with the same group)"
-    assert facts["num_train"] == len(SIZES)
-    assert facts["clipping"]["images_per_group"] == "4 images of each person, drawn anew in each step"
-    assert facts["clipping"]["augmult"] == "2 views of each image"
-    assert facts["sampler"].startswith("Poisson, each person independently")
-    assert "training examples" not in page.replace("raw training examples", "")

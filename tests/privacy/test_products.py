@@ -13,8 +13,6 @@ from dp_lightning.privacy.gradients import convolution, products
 from dp_lightning.privacy.gradients.contribution import Contribution
 from dp_lightning.privacy.gradients.linear import Tokens
 
-CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 # The tests' networks end in a tanh: rounding of the forward pass alone gives a few 1e-7.
 TOLERANCE = 1e-5
 

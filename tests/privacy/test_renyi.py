@@ -13,8 +13,8 @@ from dp_lightning.privacy import renyi
 ORDERS = [1.001, 1.05, 1.3, 2, 2.5, 4.7, 10.9, 11, 40, 63, 256, 1024]
 
 
-@pytest.mark.parametrize("sigma", [0.06, 0.2, 0.5, 0.999, 1.0, 3.0, 30.0, 1000.0])
-@pytest.mark.parametrize("rate", [1e-6, 0.005, 0.09, 0.5, 0.97, 1.0])
+@pytest.mark.parametrize("sigma", [0.06, 0.5, 1.0, 30.0])
+@pytest.mark.parametrize("rate", [1e-6, 0.09, 0.97, 1.0])
 def test_divergences_are_those_of_the_series(sigma, rate):
     expected = [compute_rdp(q=rate, noise_multiplier=sigma, steps=1, orders=float(order)) for order in ORDERS]
     # The series stops at terms of e^-30 = 1e-13, and is divided by the order less 1.

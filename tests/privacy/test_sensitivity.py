@@ -13,8 +13,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.models import SmallCNN
 from dp_lightning.privacy import ClipPlan, PrivateStep, clipped_gradient_sum
 from dp_lightning.privacy.gradients import contribution
-from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
-from dp_lightning.privacy.gradients.contribution import PerExample, add_weighted, part_norms
+from dp_lightning.privacy.gradients.contribution import add_weighted, part_norms
 
 PLANS = [
     ClipPlan.flat(max_grad_norm=0.5),
@@ -32,7 +31,7 @@ def distance(a, b):
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
 @pytest.mark.parametrize("augmult", [1, 4])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e6, 1e15, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e15, math.inf, math.nan])
 def test_an_example_moves_the_sum_by_at_most_the_sensitivity_whatever_its_views_are(plan, augmult, scale):
     torch.manual_seed(0)
     model = SmallCNN(10, in_channels=1, image_size=8)
@@ -101,8 +100,6 @@ def test_a_gradient_too_long_for_float32_contributes_zero():
 def test_impossible_bounds_are_refused(norm):
     with pytest.raises(ConfigurationError, match="max_grad_norm"):
         ClipPlan.flat(max_grad_norm=norm)
-    with pytest.raises(ConfigurationError, match="max_grad_norm"):
-        ClipPlan.per_layer(max_grad_norm=norm)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.kind}-{plan.factor}")
@@ -209,12 +206,3 @@ def test_a_factor_that_overflows_the_gradient_leaves_the_example_out():
     sums, _ = clipped_gradient_sum(linear, lambda y, t: (y * t).sum(1), x, slope, clip_plan=plan)
     alone, _ = clipped_gradient_sum(linear, lambda y, t: (y * t).sum(1), x[1:], slope[1:], clip_plan=plan)
     torch.testing.assert_close(sums["weight"], alone["weight"])
-
-
-def test_a_batch_without_examples_adds_nothing():
-    parameters = {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(100, 100))}
-    total = ClippedSum(parameters, ClipPlan.flat())
-    total.begin(0)
-    total.take(PerExample({name: torch.zeros(0, *p.shape) for name, p in parameters.items()}, "none"))
-    assert total.end().shape == (0, 1)
-    assert not total.flat.any()

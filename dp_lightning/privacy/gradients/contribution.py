@@ -71,8 +71,7 @@ class Contribution(ABC):
     def formed(self) -> "PerExample":
         """The gradients themselves, in memory of their own."""
 
-    @abstractmethod
-    def measure(self) -> None:
+    def measure(self) -> None:  # noqa: B027
         """Compute what the norms need while the tensors are still in the cache; keep what the sum needs."""
 
     @property
@@ -121,9 +120,6 @@ class PerExample(Contribution):
 
     def formed(self) -> "PerExample":
         return self
-
-    def measure(self) -> None:
-        return None
 
     def norms(self) -> dict[str, Tensor]:
         return {name: part_norms(rows) for name, rows in self.gradients.items() if name not in self._rows}

@@ -48,9 +48,6 @@ class _Rows(Contribution):
         full.scatter_add_(1, self._indices.unsqueeze(2).expand_as(self._slots), self._slots)
         return PerExample({self._name: full}, self.method)
 
-    def measure(self) -> None:
-        return None
-
     def norms(self) -> dict[str, Tensor]:
         return {self._name: part_norms(self._slots)}
 

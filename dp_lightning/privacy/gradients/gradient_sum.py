@@ -63,12 +63,6 @@ def clipped_gradient_sum(
         norms.append(total.end())
         methods |= recording.methods
     if explain:
-        print(explanation(trained, methods))
+        print("\n".join(f"{name}  {methods.get(name, 'not used')}" for name in trained))
     joined = torch.cat(norms)
     return total.sums, joined[:, 0] if clip_plan.kind == "flat" else joined
-
-
-def explanation(parameters: dict[str, Any], methods: dict[str, str]) -> str:
-    """A line per parameter: its name and how its gradients were computed."""
-    width = max(map(len, parameters))
-    return "\n".join(f"{name:<{width}}  {methods.get(name, 'not used')}" for name in parameters)

@@ -36,7 +36,6 @@ from dp_lightning.privacy.gradients.refusals import (
 from dp_lightning.privacy.gradients.rewrites import REWRITES
 from dp_lightning.privacy.gradients.rules import RULES, Rule
 from dp_lightning.privacy.gradients.sources import Sources, started
-from dp_lightning.privacy.gradients.vmap import unwrapped, wrapped
 from dp_lightning.torch_internals import (
     below_transforms,
     has_hooks,
@@ -44,7 +43,9 @@ from dp_lightning.torch_internals import (
     level,
     tree_leaves,
     tree_map_only,
+    unwrapped,
     version_of,
+    wrapped,
 )
 
 Take = Callable[[Contribution], None]

@@ -70,11 +70,6 @@ _REASONS: list[tuple[str, str, str]] = [
         "value) or torch.where instead of an assignment",
     ),
     (
-        r"doesn't work on out=|out variants",
-        "Numbers that differ between examples are written into the output of a function (out=)",
-        "Omit out=, and use what the function returns",
-    ),
-    (
         r"doesn't have storage|Cannot access (data pointer|storage)|accessing `data`|detach views in-place|is_pinned",
         "The memory of a tensor is read (.numpy(), .tolist(), .data, copy.deepcopy, torch.tensor(x))",
         "Use torch functions, and x.detach() instead of x.data or torch.tensor(x)",
@@ -83,11 +78,6 @@ _REASONS: list[tuple[str, str, str]] = [
         r"setup_context|does not have vmap support|generate_vmap_rule",
         "An autograd function has no rule for single examples",
         "Split its forward into forward and setup_context, and set generate_vmap_rule = True in the class",
-    ),
-    (
-        r"requires_grad_\(\)",
-        "A tensor made inside training_step is set to require a gradient",
-        "Make it a parameter of the module",
     ),
 ]
 _OF_VMAP = re.compile("vmap|functorch|[Bb]atching rule|BatchedTensor|randomness")
@@ -129,10 +119,5 @@ def _place(frames: Sequence[traceback.FrameSummary]) -> str:
     others = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN, "<"))]
     users = [frame for frame in others if not frame.filename.startswith(_INSTALLED)]
     shown = [*users[-1:], *others[-1:]]
-    named = dict.fromkeys(f"{_short(frame.filename)}:{frame.lineno} ({frame.line})" for frame in shown)
+    named = dict.fromkeys(f"{frame.filename.removeprefix(_INSTALLED)}:{frame.lineno} ({frame.line})" for frame in shown)
     return ", in ".join(named) + ": " if named else ""
-
-
-def _short(file: str) -> str:
-    """The path of an installed file within the folder of packages."""
-    return file.removeprefix(_INSTALLED)

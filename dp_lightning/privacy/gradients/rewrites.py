@@ -11,7 +11,6 @@ them run under ``torch.func.vmap``. A mode is switched off inside its own handle
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -20,9 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dp_lightning import torch_internals
-from dp_lightning.privacy.gradients.vmap import unwrapped, wrapped
-from dp_lightning.torch_internals import below_transforms, is_batched, level
+from dp_lightning.torch_internals import below_transforms, is_batched, level, unwrapped, wrapped
 
 State = Sequence[Tensor]  # (h,) or, of an LSTM, (h, c)
 
@@ -80,12 +77,11 @@ def scaled_dot_product_attention(
         return wrapped(out.unflatten(0, (batch_size, *lead)) if lead else out, 1)
 
 
-def _lstm_step(gates: Tensor, state: State, w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None = None) -> State:
+def _lstm_step(gates: Tensor, state: State, w_hh: Tensor, b_hh: Tensor | None) -> State:
     h, c = state
     i, f, g, o = (gates + F.linear(h, w_hh, b_hh)).chunk(4, dim=-1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    h = o.sigmoid() * c.tanh()
-    return h if w_hr is None else F.linear(h, w_hr), c
+    return o.sigmoid() * c.tanh(), c
 
 
 def _gru_step(gates: Tensor, state: State, w_hh: Tensor, b_hh: Tensor | None) -> State:
@@ -103,109 +99,49 @@ def _rnn_relu_step(gates: Tensor, state: State, w_hh: Tensor, b_hh: Tensor | Non
     return ((gates + F.linear(state[0], w_hh, b_hh)).relu(),)
 
 
-def _layers(
-    step: Callable[..., State],
-    rows: Tensor,
-    sizes: list[int],
-    hx: State,
-    params: Sequence[Tensor],
-    has_biases: bool,
-    dropout: float,
-    directions: int,
-) -> tuple[Tensor, ...]:
-    """All layers of a recurrent network. Returns the last layer's output, as ``rows``, and the final states, as ``hx``.
+def _recurrent(step: Callable[..., State]) -> Callable[..., tuple[Tensor, ...]]:
+    """``torch.lstm``, ``torch.gru``, …, of padded sequences and without projections.
 
-    ``rows``: (sum of ``sizes``, features), time step t holding the first ``sizes[t]`` sequences; ``hx``: (layers *
-    directions, N, features) each.
+    They take (T, N, features), or (N, T, features) if ``batch_first``, and states (layers * directions, N, hidden).
     """
-    count = len(params) // len(hx[0])
-    outputs: list[Tensor] = []
-    final: list[State] = []
-    for i, state in enumerate(zip(*(s.unbind() for s in hx), strict=True)):  # i: layer * directions + direction
-        if i > 0 and i % directions == 0:
-            rows, outputs = F.dropout(torch.cat(outputs, dim=-1), dropout), []
-        weights = params[i * count : (i + 1) * count]
-        output, last = _direction(step, rows, sizes, state, weights, has_biases, reverse=i % directions == 1)
-        outputs.append(output)
-        final.append(last)
-    return torch.cat(outputs, dim=-1), *(torch.stack(states) for states in zip(*final, strict=True))
+
+    def rewritten(*args: Any, **keywords: Any) -> tuple[Tensor, ...]:
+        if keywords or not isinstance(args[3], bool):  # torch's modules pass no keyword; packed sequences another order
+            return NotImplemented
+        x, hx, params, has_biases, _, dropout, train, bidirectional, batch_first = args
+        states = hx if isinstance(hx, tuple | list) else (hx,)
+        directions, count = 1 + bidirectional, 4 if has_biases else 2
+        if len(params) != count * len(states[0]):  # a projection has one weight more
+            return NotImplemented
+        x = x.transpose(0, 1) if batch_first else x
+        outputs: list[Tensor] = []
+        final: list[State] = []
+        for i, state in enumerate(zip(*(s.unbind() for s in states), strict=True)):  # i: layer * directions + direction
+            if i > 0 and i % directions == 0:
+                x, outputs = F.dropout(torch.cat(outputs, dim=-1), dropout if train else 0.0), []
+            output, last = _direction(step, x, state, params[i * count : (i + 1) * count], reverse=i % directions == 1)
+            outputs.append(output)
+            final.append(last)
+        output = torch.cat(outputs, dim=-1)
+        return output.transpose(0, 1) if batch_first else output, *map(torch.stack, zip(*final, strict=True))
+
+    return rewritten
 
 
 def _direction(
-    step: Callable[..., State],
-    rows: Tensor,
-    sizes: list[int],
-    state: State,
-    weights: Sequence[Tensor],
-    has_biases: bool,
-    reverse: bool,
+    step: Callable[..., State], x: Tensor, state: State, weights: Sequence[Tensor], reverse: bool
 ) -> tuple[Tensor, State]:
-    """One layer in one direction. A sequence keeps its state after its end or, in reverse, before its beginning."""
-    w_ih, w_hh, *rest = weights
-    (b_ih, b_hh), w_hr = (rest[:2], rest[2:]) if has_biases else ((None, None), rest)
-    gates = F.linear(rows, w_ih, b_ih).split(sizes)
-    state = _per_example(state, gates[0])
+    """The outputs (T, N, hidden) of one layer in one direction, and its final state."""
+    w_ih, w_hh, *biases = weights
+    b_ih, b_hh = biases or (None, None)
+    gates = F.linear(x, w_ih, b_ih)
+    # Each example has its own state, so that the first step uses w_hh in the same way as every other step.
+    state = [s + torch.zeros_like(gates[0, :, :1]) for s in state]
     outputs = []
-    for gate in reversed(gates) if reverse else gates:
-        n = len(gate)
-        updated = step(gate, [s[:n] for s in state], w_hh, b_hh, *w_hr)
-        outputs.append(updated[0])
-        state = [torch.cat([new, old[n:]]) if n < len(old) else new for new, old in zip(updated, state, strict=True)]
-    return torch.cat(outputs[::-1] if reverse else outputs), state
-
-
-def _per_example(state: State, gates: Tensor) -> State:
-    """Give each example its own state, so that the first step uses w_hh in the same way as every other step."""
-    return [s + torch.zeros_like(gates[:, :1]) for s in state]
-
-
-def _recurrent(step: Callable[..., State]) -> Callable[..., tuple[Tensor, ...]]:
-    """``torch.lstm``, ``torch.gru``, …: (input, hx, …, batch_first), or packed: (data, batch_sizes, hx, …)."""
-
-    def rewritten(*args: Any, **keywords: Any) -> tuple[Tensor, ...]:
-        if keywords:  # no module of torch passes any
-            return NotImplemented
-        padded = isinstance(args[3], bool)
-        rows, *sizes, hx, params, has_biases, _, dropout, train, bidirectional = args[:8] if padded else args
-        hx = hx if isinstance(hx, tuple | list) else (hx,)
-        options = params, has_biases, dropout if train else 0.0, 1 + bidirectional
-        if not padded:
-            if is_batched(sizes[0]):
-                raise NotImplementedError(
-                    "Under vmap, the lengths of a packed sequence differ from example to example. Use padded input."
-                )
-            return _layers(step, rows, sizes[0].tolist(), hx, *options)
-        steps_first = rows.transpose(0, 1) if args[8] else rows
-        t, n = steps_first.shape[:2]
-        output, *states = _layers(step, steps_first.flatten(0, 1), [n] * t, hx, *options)
-        output = output.unflatten(0, (t, n))
-        return output.transpose(0, 1) if args[8] else output, *states
-
-    return rewritten
-
-
-def _cell(step: Callable[..., State]) -> Callable[..., Tensor | State]:
-    """``torch.lstm_cell``, ``torch.gru_cell``, …; ``input``: (N, features), ``hx``: (N, features) each."""
-
-    def rewritten(
-        input: Tensor,
-        hx: Tensor | State,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None = None,
-        b_hh: Tensor | None = None,
-    ) -> Tensor | State:
-        gates = F.linear(input, w_ih, b_ih)
-        state = step(gates, _per_example(hx if isinstance(hx, tuple | list) else (hx,), gates), w_hh, b_hh)
-        return state if len(state) == 2 else state[0]
-
-    return rewritten
-
-
-lstm, lstm_cell = _recurrent(_lstm_step), _cell(_lstm_step)
-gru, gru_cell = _recurrent(_gru_step), _cell(_gru_step)
-rnn_tanh, rnn_tanh_cell = _recurrent(_rnn_tanh_step), _cell(_rnn_tanh_step)
-rnn_relu, rnn_relu_cell = _recurrent(_rnn_relu_step), _cell(_rnn_relu_step)
+    for gate in reversed(gates.unbind()) if reverse else gates.unbind():
+        state = step(gate, state, w_hh, b_hh)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if reverse else outputs), state
 
 
 def _is_weight(x: Tensor) -> bool:
@@ -222,23 +158,6 @@ def matmul(input: Tensor, other: Tensor | None = None, *dtype: torch.dtype, **op
     if _is_weight(input):
         return F.linear(other, input) if other.dim() == 1 else F.linear(other.mT, input).mT
     return NotImplemented
-
-
-def addmm(
-    input: Tensor, mat1: Tensor, mat2: Tensor, *dtype: torch.dtype, beta: float = 1, alpha: float = 1, **options: Any
-) -> Tensor:
-    """``torch.addmm`` without alpha and beta; ``input``: a bias (out), or anything that broadcasts to the product."""
-    if dtype or options or beta != 1 or alpha != 1:
-        return NotImplemented
-    if _is_weight(mat2) and input.shape == mat2.shape[1:]:
-        return F.linear(mat1, mat2.mT, input)
-    product = matmul(mat1, mat2)
-    return product if product is NotImplemented else product + input
-
-
-def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``torch.bilinear``, a linear layer on the products of both inputs' features; ``weight``: (out, in1, in2)."""
-    return F.linear((input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2), weight.flatten(1), bias)
 
 
 def prelu(input: Tensor, weight: Tensor) -> Tensor:
@@ -278,23 +197,6 @@ def cross_entropy(
     return losses.sum() / of_class.sum() if reduction == "mean" else losses.sum()
 
 
-def gaussian_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
-) -> Tensor:
-    """``F.gaussian_nll_loss``, without the check for negative variances, which count as ``eps``."""
-    var = var if isinstance(var, Tensor) else torch.full_like(input, var)
-    if var.shape != input.shape and var.shape == input.shape[:-1]:
-        var = var.unsqueeze(-1)
-    var = var + (var.clamp_min(eps) - var).detach()
-    losses = (var.log() + (input - target).square() / var + (math.log(2 * math.pi) if full else 0.0)) / 2
-    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
-
-
 def set_item(tensor: Tensor, index: Any, value: Any) -> None:
     """``tensor[mask] = value`` for a number, or a row that replaces each selected row."""
     if not isinstance(index, Tensor) or index.dtype != torch.bool or not is_batched(index):
@@ -309,33 +211,13 @@ def set_item(tensor: Tensor, index: Any, value: Any) -> None:
         tensor.masked_fill_(mask, value)
 
 
-def grouped_mm(
-    mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
-) -> Tensor:
-    """``F.grouped_mm`` of rows (S, in) in groups that end at ``offs``, with a matrix (in, out) for each group.
-
-    Each matrix multiplies all rows, so the cost is multiplied by the number of groups.
-    """
-    if offs is None or bias is not None or out_dtype is not None or mat_a.dim() != 2 or mat_b.dim() != 3:
-        return NotImplemented
-    group = (torch.arange(len(mat_a), device=mat_a.device).unsqueeze(1) >= offs).sum(1, keepdim=True)
-    total = mat_a.new_zeros(len(mat_a), mat_b.shape[-1])
-    for number, weight in enumerate(mat_b.unbind()):
-        total = total + torch.where(group == number, mat_a @ weight, 0.0)
-    return total
-
-
 # By the function that a mode receives; the modules of torch call the same ones through ``torch._VF``.
 REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
-    torch.lstm: lstm,
-    torch.gru: gru,
-    torch.rnn_tanh: rnn_tanh,
-    torch.rnn_relu: rnn_relu,
-    torch.lstm_cell: lstm_cell,
-    torch.gru_cell: gru_cell,
-    torch.rnn_tanh_cell: rnn_tanh_cell,
-    torch.rnn_relu_cell: rnn_relu_cell,
+    torch.lstm: _recurrent(_lstm_step),
+    torch.gru: _recurrent(_gru_step),
+    torch.rnn_tanh: _recurrent(_rnn_tanh_step),
+    torch.rnn_relu: _recurrent(_rnn_relu_step),
     torch.matmul: matmul,
     torch.linalg.matmul: matmul,
     Tensor.matmul: matmul,
@@ -343,14 +225,8 @@ REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.mm: matmul,
     torch.mv: matmul,
     Tensor.mv: matmul,
-    torch.addmm: addmm,
-    Tensor.addmm: addmm,
-    torch.bilinear: bilinear,
     torch.prelu: prelu,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.cross_entropy: cross_entropy,
-    F.gaussian_nll_loss: gaussian_nll_loss,
     Tensor.__setitem__: set_item,
-    F.grouped_mm: grouped_mm,
-    torch_internals.grouped_mm: grouped_mm,
 }

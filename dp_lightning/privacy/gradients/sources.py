@@ -1,7 +1,7 @@
 """Trained parameters, and what is computed from them, where they meet the tensors of examples.
 
-What is computed from parameters alone is computed once. Its per-example gradients are pulled back through that
-computation, for all uses together, so that each parameter ends up with one gradient per example.
+What is computed from parameters alone is computed once. Its per-example gradients, added up over its uses, are pulled
+back through that computation, so that each parameter ends up with one gradient per example.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dp_lightning.errors import ModelError
-from dp_lightning.privacy.gradients.vmap import wrapped
-from dp_lightning.torch_internals import below_transforms, version_of
+from dp_lightning.torch_internals import below_transforms, version_of, wrapped
 
 # Numbers of parameters for which gradients are pulled back at once: 256 MiB in float32.
 _PULLED = 2**26
@@ -32,10 +31,6 @@ class Source:
     leaf: Tensor | None = None
     method: str = ""  # how the leaf gets its gradients
     gradients: Tensor | None = None  # (b, *shape), added up over uses
-
-    @property
-    def is_parameter(self) -> bool:
-        return self.name in self.parameters
 
     def add(self, gradients: Tensor) -> None:
         """Add gradients, in float32 at least."""
@@ -121,23 +116,20 @@ class Sources:
 
     def gradients(self) -> Iterator[tuple[str, Tensor, str]]:
         """Parameter name, gradients (b, ...) and their method; the gradients of one name still have to be added up."""
-        computed = []
         for source in self._found.values():
             method = ""
             source.require_unchanged()
             if source.leaf is not None and source.leaf.grad is not None:
                 source.add(source.leaf.grad)
                 source.leaf.grad, method = None, source.method
-            if source.gradients is None:
+            gradients, source.gradients = source.gradients, None
+            if gradients is None:
                 continue
-            if source.is_parameter:
-                yield source.name, source.gradients, method
-                source.gradients = None
+            if source.name in source.parameters:
+                yield source.name, gradients, method
             else:
-                computed.append(source)
-        for group in _connected(computed):
-            for name, gradients in _pulled_back(group, self._batch_size).items():
-                yield name, gradients, "pulled back"
+                for name, pulled in _pulled_back(source, gradients).items():
+                    yield name, pulled, "pulled back"
 
 
 def started(output: Tensor) -> Tensor:
@@ -163,52 +155,31 @@ def leaves_of(tensor: Tensor) -> Iterator[Tensor]:
         waiting.extend(parent for parent, _ in node.next_functions if parent is not None)
 
 
-def _connected(sources: Sequence[Source]) -> list[list[Source]]:
-    """Groups that have no parameter in common; the backward pass of each group runs at once."""
-    groups: list[list[Source]] = []
-    for source in sources:
-        apart, together = [], [source]
-        for group in groups:
-            if any(source.parameters.keys() & other.parameters.keys() for other in group):
-                together = group + together
-            else:
-                apart.append(group)
-        groups = [*apart, together]
-    return groups
-
-
-def _pulled_back(sources: Sequence[Source], batch_size: int) -> dict[str, Tensor]:
-    """Gradients (b, ...) of the parameters that some sources are computed from, a piece of the batch at a time."""
-    parameters = {name: parameter for source in sources for name, parameter in source.parameters.items()}
-    step = max(_PULLED // max(sum(p.numel() for p in parameters.values()), 1), 1)
-    pieces: dict[str, list[Tensor]] = {name: [] for name in parameters}
-    for start in range(0, batch_size, step):
-        gradients = []
-        for source in sources:
-            assert source.gradients is not None
-            gradients.append(source.gradients[start : start + step].to(source.tensor.dtype))
-        pulled = _batched([source.tensor for source in sources], list(parameters.values()), gradients)
-        for name, part in zip(parameters, pulled, strict=True):
+def _pulled_back(source: Source, gradients: Tensor) -> dict[str, Tensor]:
+    """Gradients (b, ...) of the parameters that a source is computed from, a piece of the batch at a time."""
+    step = max(_PULLED // max(sum(p.numel() for p in source.parameters.values()), 1), 1)
+    pieces: dict[str, list[Tensor]] = {}
+    for piece in gradients.to(source.tensor.dtype).split(step):
+        for name, part in zip(source.parameters, _gradients(source, piece), strict=True):
             if part is not None:
-                pieces[name].append(part.to(torch.promote_types(part.dtype, torch.float32)))
-    for source in sources:
-        source.gradients = None
-    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items() if parts}
+                pieces.setdefault(name, []).append(part.to(torch.promote_types(part.dtype, torch.float32)))
+    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items()}
 
 
-def _batched(outputs: list[Tensor], parameters: list[Tensor], gradients: list[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients (r, ...) of the parameters from those of the outputs."""
+def _gradients(source: Source, rows: Tensor) -> Sequence[Tensor | None]:
+    """Gradients (r, ...) of the parameters from those of a tensor that is computed from them, ``rows`` (r, ...)."""
+    parameters = list(source.parameters.values())
     with torch.enable_grad():
         try:
             return torch.autograd.grad(
-                outputs, parameters, gradients, is_grads_batched=True, retain_graph=True, allow_unused=True
+                source.tensor, parameters, rows, is_grads_batched=True, retain_graph=True, allow_unused=True
             )
         except RuntimeError:  # vmap does not support a function: example by example; other errors are raised again
-            rows = [
-                torch.autograd.grad(outputs, parameters, row, retain_graph=True, allow_unused=True)
-                for row in zip(*gradients, strict=True)
+            found = [
+                torch.autograd.grad(source.tensor, parameters, row, retain_graph=True, allow_unused=True)
+                for row in rows
             ]
-    return [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+    return [None if column[0] is None else torch.stack(column) for column in zip(*found, strict=True)]
 
 
 class _Start(torch.autograd.Function):
