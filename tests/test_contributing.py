@@ -57,16 +57,25 @@ def follow(blocks, root):
     return files, shlex.split(command)
 
 
-def run(arguments, root):
+# The warm Python has imported the package, and not that of the copy.
+TESTS = """
+import sys
+import pytest
+for name in [name for name in sys.modules if name.partition(".")[0] == "dp_lightning"]:
+    del sys.modules[name]
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def run(program, *arguments, root):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["PYTHONPATH"] = str(root)
-    done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run([program, *arguments], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 @pytest.mark.docs
-@pytest.mark.slow  # it imports what the new tests need, in a process of its own
-def test_the_recipes_lead_to_tests_that_pass(tmp_path):
+def test_the_recipes_lead_to_tests_that_pass(tmp_path, warm_python):
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -80,6 +89,8 @@ def test_the_recipes_lead_to_tests_that_pass(tmp_path):
         tests.append(test)
         selected.append(selection)
     assert not RECIPES
-    run(["-m", "pytest", *tests, "-k", " or ".join(selected), "-p", "no:cacheprovider"], tmp_path)
-    run(["-m", "ruff", "check", *made], tmp_path)
-    run(["-m", "ruff", "format", "--check", *made], tmp_path)
+    (tmp_path / "tested.py").write_text(TESTS)
+    options = ["-k", " or ".join(selected), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    run(warm_python, "tested.py", *tests, *options, root=tmp_path)
+    run(sys.executable, "-m", "ruff", "check", *made, root=tmp_path)
+    run(sys.executable, "-m", "ruff", "format", "--check", *made, root=tmp_path)
