@@ -1,13 +1,11 @@
 """docs/architecture.md names what is there: every package, and in each table the function that does a thing."""
 
 import ast
-import tomllib
 
 import pytest
 from pages import ROOT, read, tables
 
 PLACES, PACKAGES, STEPS = tables(read("docs/architecture.md"))
-CONTRACTS = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
 
 
 def test_every_package_is_listed():
@@ -16,19 +14,6 @@ def test_every_package_is_listed():
     listed = {row[0].text for row in PACKAGES.rows}
     assert found <= listed
     assert all((ROOT / name).exists() for name in listed)
-
-
-def test_the_packages_stand_in_the_order_of_their_layers():
-    (layers,) = [contract["layers"] for contract in CONTRACTS if "layers" in contract]
-    levels = {
-        name.strip().replace(".", "/"): level
-        for level, names in enumerate(layers)
-        for name in names.replace(":", "|").split("|")
-    }
-    listed = [row[0].text.removesuffix(".py") for row in PACKAGES.rows]
-    known = [levels[name] for name in listed if name in levels]
-    assert known == sorted(known)
-    assert len(known) >= len(layers) - 2
 
 
 def names_of(path):

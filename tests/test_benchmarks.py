@@ -13,6 +13,7 @@ import pytest
 import torch
 import torchvision
 import yaml
+from pages import ROOT
 from started_ranks import PRELOADED
 from torch.nn import functional as F
 
@@ -23,17 +24,11 @@ from dp_lightning.datamodules import NpzImages
 from dp_lightning.models import WideResNet
 from dp_lightning.privacy import ClipPlan, PrivateStep, clipped_gradient_sum
 
+sys.path.append(str(ROOT / "benchmarks"))
+import gpu
+import step
+
 pytestmark = pytest.mark.benchmarks
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.append(str(BENCHMARKS))
-
-
-@pytest.fixture
-def step():
-    import step
-
-    return step
 
 
 @pytest.fixture
@@ -53,7 +48,7 @@ def row(way, memory_format, seconds, peak_mib):
     return {**fixed, "way": way, "memory_format": memory_format, "seconds": seconds, "peak_mib": peak_mib}
 
 
-def test_ratios_are_to_the_ordinary_steps_faster_format(step):
+def test_ratios_are_to_the_ordinary_steps_faster_format():
     failed = row("Opacus ghost", "contiguous", 0.0, 0) | {"error": "RuntimeError: no"}
     del failed["seconds"]
     rows = [
@@ -68,7 +63,7 @@ def test_ratios_are_to_the_ordinary_steps_faster_format(step):
     assert "RuntimeError: no" in shown
 
 
-def test_a_way_is_measured_in_the_formats_that_it_can_take(step):
+def test_a_way_is_measured_in_the_formats_that_it_can_take():
     def jobs(model, dtype, *ways):
         options = step.parse(["--ways", *ways])
         return [(job.way, job.memory_format) for job in step.jobs_of(options, model, dtype, [4], "cpu")]
@@ -80,18 +75,15 @@ def test_a_way_is_measured_in_the_formats_that_it_can_take(step):
         assert jobs(model, dtype, "jax_privacy") == [("ordinary", form) for form in step.FORMATS]
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_opacus_computes_wrong_gradients_of_convolutions_on_channels_last(memory_format):
+def test_opacus_computes_wrong_gradients_of_convolutions_on_channels_last():
     """Why its ways are measured on contiguous images alone. Should this fail, measure both."""
     from opacus.grad_sample import GradSampleModule
 
-    torch.manual_seed(0)
     layer, x = torch.nn.Conv2d(3, 4, 3, padding=1), torch.randn(5, 3, 8, 8)
     expected = torch.stack([torch.autograd.grad(layer(row).square().sum(), layer.weight)[0] for row in x])
     wrapped = GradSampleModule(layer, loss_reduction="sum")
-    wrapped(x.to(memory_format=memory_format)).square().sum().backward()
-    error = (wrapped._module.weight.grad_sample - expected).norm() / expected.norm()
-    assert error < 1e-5 if memory_format is torch.contiguous_format else error > 0.1
+    wrapped(x.to(memory_format=torch.channels_last)).square().sum().backward()
+    assert (wrapped._module.weight.grad_sample - expected).norm() > 0.1 * expected.norm()
 
 
 def flax_parameters(state):
@@ -106,7 +98,7 @@ def flax_parameters(state):
     return found
 
 
-def test_the_network_in_flax_has_the_same_clipped_sum(step):
+def test_the_network_in_flax_has_the_same_clipped_sum():
     import flax_steps
     import jax
 
@@ -142,7 +134,7 @@ def forked(monkeypatch):
     [["--through", "step"], ["--through", "callback", "--pieces", "2"]],
     ids=["step", "through a trainer"],
 )
-def test_a_small_run_prints_a_table_and_writes_every_row(more, tmp_path, step, forked, monkeypatch, capfd):
+def test_a_small_run_prints_a_table_and_writes_every_row(more, tmp_path, forked, monkeypatch, capfd):
     small = ["--models", "small-cnn", "--types", "fp32", "--formats", "contiguous", "--rounds", "2", "--warmup", "1"]
     small += ["--batch-size", "4", "--ways", "ours flat", "--json", str(tmp_path / "rows.json")]
     monkeypatch.setattr(sys, "argv", ["step.py", *small, *more])
@@ -154,7 +146,7 @@ def test_a_small_run_prints_a_table_and_writes_every_row(more, tmp_path, step, f
 
 
 @pytest.mark.parametrize("way", ["ordinary", "ours flat"])
-def test_a_logical_step_of_a_trainer_has_as_many_physical_batches_as_asked(step, monkeypatch, way):
+def test_a_logical_step_of_a_trainer_has_as_many_physical_batches_as_asked(monkeypatch, way):
     import training_steps
 
     ends, at_steps = [], []
@@ -172,7 +164,7 @@ def test_a_logical_step_of_a_trainer_has_as_many_physical_batches_as_asked(step,
     assert at_steps == [3, 6, 9]
 
 
-def test_each_way_of_fine_tuning_trains_its_part(step):
+def test_each_way_of_fine_tuning_trains_its_part():
     import timm
     import training_steps
 
@@ -191,7 +183,7 @@ def test_each_way_of_fine_tuning_trains_its_part(step):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_small_run_of_the_parts_of_a_step_prints_each(ranks, tmp_path, step, forked, capfd):
+def test_a_small_run_of_the_parts_of_a_step_prints_each(ranks, tmp_path, forked, capfd):
     import postprocess
 
     out = tmp_path / "times.json"
@@ -206,8 +198,7 @@ def test_a_small_run_of_the_parts_of_a_step_prints_each(ranks, tmp_path, step, f
 # On a GPU
 
 
-def test_the_commands_for_a_gpu_have_settings_that_exist(step):
-    import gpu
+def test_the_commands_for_a_gpu_have_settings_that_exist():
     import postprocess
 
     parsers = {Path(each.__file__).name: each.parse for each in (step, postprocess)}
@@ -217,8 +208,6 @@ def test_the_commands_for_a_gpu_have_settings_that_exist(step):
 
 
 def test_a_page_for_a_gpu_keeps_to_its_limit_and_says_what_failed(monkeypatch, tmp_path):
-    import gpu
-
     def output_of(command, limit):
         name = Path(command[1]).stem
         code = None if name == "postprocess" else int("ours, one by one" in command)
@@ -240,8 +229,6 @@ def test_a_page_for_a_gpu_keeps_to_its_limit_and_says_what_failed(monkeypatch, t
 
 
 def test_a_part_that_is_stopped_leaves_no_process():
-    import gpu
-
     assert gpu.output_of(["sh", "-c", "sleep 321.5 & echo half; sleep 60"], 1) == ("half\n", None)
     assert subprocess.run(["pgrep", "-f", "sleep 321.5"], capture_output=True, check=False).returncode == 1
 
@@ -352,7 +339,7 @@ def test_the_pipeline_is_measured_on_as_many_files_as_asked(monkeypatch, tmp_pat
 
 
 def test_runs_that_are_killed_are_finished(tmp_path, warm_python):
-    command = [warm_python, BENCHMARKS / "kills.py", tmp_path, "--kills", "1", "--ranks", "1"]
+    command = [warm_python, ROOT / "benchmarks" / "kills.py", tmp_path, "--kills", "1", "--ranks", "1"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert shown.returncode == 0, shown.stdout + shown.stderr[-3000:]
     assert shown.stdout.startswith("1 kills")
