@@ -33,24 +33,18 @@ def recipes(text):
 RECIPES = recipes(read("CONTRIBUTING.md"))
 
 
-def changed(source, diff):
-    """The source with the lines of ``diff``; None unless those that it keeps or removes are there once, together."""
-    lines = [(line[0], line[1:] or "\n") for line in diff.splitlines(keepends=True)]
-    assert {sign for sign, _ in lines} <= set(" +-\n")
-    old, new = ("".join(text for sign, text in lines if sign != other) for other in "+-")
-    return source.replace(old, new) if source.count(old) == 1 else None
-
-
 def follow(blocks, root):
     """Make the files and changes of a recipe. Returns the files, and the command at its end."""
     files = []
     for language, code, named in blocks[:-1]:
-        if language == "diff":
-            found = {root / path: changed((root / path).read_text(), code) for path in named if (root / path).exists()}
+        if language == "diff":  # lines that begin with a space, + or -; those that it keeps or removes stand together
+            old, new = ("".join(line[1:] or "\n" for line in code.splitlines(True) if line[0] != sign) for sign in "+-")
+            there = [root / path for path in named if (root / path).exists()]
+            (path,) = [path for path in there if path.read_text().count(old) == 1]
+            code = path.read_text().replace(old, new)
         else:
-            found = {root / path: code for path in named if not (root / path).exists()}
-        ((path, text),) = [(path, text) for path, text in found.items() if text is not None]
-        path.write_text(text)
+            (path,) = [root / path for path in named if not (root / path).exists()]
+        path.write_text(code)
         files.append(str(path))
     language, command, _ = blocks[-1]
     assert language == "sh"

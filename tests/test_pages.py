@@ -1,5 +1,6 @@
-"""Numbers and outputs on single pages follow from the code, and the pages that have to be short are short."""
+"""Numbers, names and outputs on single pages follow from the code, and pages that have to be short are short."""
 
+import ast
 import csv
 import math
 import re
@@ -134,3 +135,25 @@ def test_a_table_of_accuracies_follows_from_the_runs(title):
                 runs = [run for run in RUNS[name] if wanted.items() <= run.items()]
                 # The runs have one decimal.
                 assert [*map(float, cell.text.split(" ± "))] == pytest.approx(mean_and_deviation(runs), abs=0.101)
+
+
+PLACES, PACKAGES, STEPS = tables(read("docs/architecture.md"))
+
+
+def test_every_package_is_on_the_page_of_the_architecture():
+    root = ROOT / "dp_lightning"
+    found = {str(path.parent.relative_to(ROOT)) for path in root.rglob("__init__.py")} - {"dp_lightning"}
+    listed = {row[0].text for row in PACKAGES.rows}
+    assert found <= listed
+    assert all((ROOT / name).exists() for name in listed)
+
+
+@pytest.mark.parametrize("row", [*PLACES.rows, *STEPS.rows], ids=lambda row: row[0].text)
+def test_a_row_of_the_architecture_names_a_function_of_its_file(row):
+    _, where, what = row
+    (path,) = where.code
+    names = set()  # functions, classes, and methods as Class.method
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names |= {node.name, *(f"{node.name}.{getattr(each, 'name', '')}" for each in node.body)}
+    assert names & set(what.code), f"{path} has none of {what.code}"
