@@ -11,7 +11,7 @@ COMPLETE := $(VENV)/.complete
 INSTALL := $(BIN)/python -m pip install --no-compile -c constraints.txt
 RUNS := runs/quickstart
 
-.PHONY: help install develop quickstart lint test docs bench gpu mutants clean
+.PHONY: help install develop quickstart lint test pytest docs bench gpu mutants clean
 
 help:
 	@echo "make quickstart  train a small network privately on scikit-learn's digits and write its privacy statement"
@@ -56,7 +56,12 @@ lint: $(COMPLETE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint
+# Linters and tests run side by side: mypy takes a minute of one core.
+MAKEFLAGS += --jobs=2
+
+test: lint pytest
+
+pytest: $(COMPLETE)
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 docs: $(COMPLETE)
