@@ -12,6 +12,7 @@ from dp_lightning.foreign_text import RepeatedKey, load_yaml, read_json
     [
         ("a: 1\nb: 2\n\na: 3", "it has 'a' twice, in lines 1 and 4; keep one"),
         ("x:\n- y:\n    a: {b: 1}\n    # a\n    a: 2", "it has 'a' twice, in lines 3 and 5; keep one"),
+        ("x: {a: 1, 'a': 2}", "it has 'a' twice, in line 1; keep one"),
     ],
 )
 def test_a_key_that_a_mapping_has_twice_is_refused(text, message):
