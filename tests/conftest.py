@@ -86,22 +86,16 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test's numbers depend on which ones ran before it."""
+def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test's numbers depend on earlier tests, nor does it leave a handler of a signal or the level of a logger."""
     torch.default_generator.manual_seed(0)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # of an earlier test's seed_everything
-
-
-@pytest.fixture(autouse=True)
-def _same_process() -> Iterator[None]:
-    """No test leaves a handler of a signal or the level of a logger behind, on which another would wait for ever."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     known = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     levels = [(logger, logger.level) for logger in (logging.root, *known)]
     yield
     for number, handler in handlers.items():
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+        signal.signal(number, handler)
     for logger, level in levels:
         if logger.level != level:
             logger.setLevel(level)

@@ -18,12 +18,10 @@ ROOT = Path(__file__).parents[1]
 class Cell:
     """A cell of a table."""
 
-    source: str
-    """As it is written."""
     text: str
-    """As it is shown: without the signs for code, links and emphasis."""
+    """Its text as a reader sees it: without the signs for code, links and emphasis."""
     code: tuple[str, ...]
-    """The code spans in it."""
+    """The code spans in that text."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +29,9 @@ class Table:
     """A table of a page."""
 
     head: tuple[str, ...]
-    """What is shown in its first row."""
+    """The texts of its first row."""
     rows: tuple[tuple[Cell, ...], ...]
     """The other rows."""
-
-    def row(self, name: str) -> tuple[Cell, ...]:
-        """What stands behind the first cell of the only row that begins with this text."""
-        (found,) = [row for row in self.rows if row[0].text == name]
-        return found[1:]
 
 
 @cache
@@ -76,14 +69,6 @@ def links(text: str) -> list[str]:
     return [str(token.attrs["href"]) for token in _inline(text) if token.type == "link_open"]
 
 
-def headings(text: str, level: int) -> list[str]:
-    """The headings of a level, 1 to 6."""
-    tokens = _tokens(text)
-    return [
-        after.content for token, after in pairwise(tokens) if (token.type, token.tag) == ("heading_open", f"h{level}")
-    ]
-
-
 def tables(text: str) -> list[Table]:
     """The tables, from the first to the last one."""
     found: list[list[list[Cell]]] = []
@@ -95,7 +80,7 @@ def tables(text: str) -> list[Table]:
         elif before.type in ("th_open", "td_open"):
             children = token.children or []
             code = tuple(child.content for child in children if child.type == "code_inline")
-            found[-1][-1].append(Cell(token.content, "".join(child.content for child in children), code))
+            found[-1][-1].append(Cell("".join(child.content for child in children), code))
     return [Table(tuple(cell.text for cell in head), tuple(map(tuple, rows))) for head, *rows in found]
 
 

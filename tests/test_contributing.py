@@ -33,40 +33,43 @@ def recipes(text):
 RECIPES = recipes(read("CONTRIBUTING.md"))
 
 
-def changed(source, diff):
-    """The source with the lines of ``diff``; None unless those that it keeps or removes are there once, together."""
-    lines = [(line[0], line[1:] or "\n") for line in diff.splitlines(keepends=True)]
-    assert {sign for sign, _ in lines} <= set(" +-\n")
-    old, new = ("".join(text for sign, text in lines if sign != other) for other in "+-")
-    return source.replace(old, new) if source.count(old) == 1 else None
-
-
 def follow(blocks, root):
     """Make the files and changes of a recipe. Returns the files, and the command at its end."""
     files = []
     for language, code, named in blocks[:-1]:
-        if language == "diff":
-            found = {root / path: changed((root / path).read_text(), code) for path in named if (root / path).exists()}
+        if language == "diff":  # lines that begin with a space, + or -; those that it keeps or removes stand together
+            old, new = ("".join(line[1:] or "\n" for line in code.splitlines(True) if line[0] != sign) for sign in "+-")
+            there = [root / path for path in named if (root / path).exists()]
+            (path,) = [path for path in there if path.read_text().count(old) == 1]
+            code = path.read_text().replace(old, new)
         else:
-            found = {root / path: code for path in named if not (root / path).exists()}
-        ((path, text),) = [(path, text) for path, text in found.items() if text is not None]
-        path.write_text(text)
+            (path,) = [root / path for path in named if not (root / path).exists()]
+        path.write_text(code)
         files.append(str(path))
     language, command, _ = blocks[-1]
     assert language == "sh"
     return files, shlex.split(command)
 
 
-def run(arguments, root):
+# The warm Python has imported the package, and not that of the copy.
+TESTS = """
+import sys
+import pytest
+for name in [name for name in sys.modules if name.partition(".")[0] == "dp_lightning"]:
+    del sys.modules[name]
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def run(program, *arguments, root):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["PYTHONPATH"] = str(root)
-    done = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
+    done = subprocess.run([program, *arguments], cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 @pytest.mark.docs
-@pytest.mark.slow  # it imports what the new tests need, in a process of its own
-def test_the_recipes_lead_to_tests_that_pass(tmp_path):
+def test_the_recipes_lead_to_tests_that_pass(tmp_path, warm_python):
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -80,6 +83,8 @@ def test_the_recipes_lead_to_tests_that_pass(tmp_path):
         tests.append(test)
         selected.append(selection)
     assert not RECIPES
-    run(["-m", "pytest", *tests, "-k", " or ".join(selected), "-p", "no:cacheprovider"], tmp_path)
-    run(["-m", "ruff", "check", *made], tmp_path)
-    run(["-m", "ruff", "format", "--check", *made], tmp_path)
+    (tmp_path / "tested.py").write_text(TESTS)
+    options = ["-k", " or ".join(selected), "-p", "no:cacheprovider", "-p", "no:xdist"]
+    run(warm_python, "tested.py", *tests, *options, root=tmp_path)
+    run(sys.executable, "-m", "ruff", "check", *made, root=tmp_path)
+    run(sys.executable, "-m", "ruff", "format", "--check", *made, root=tmp_path)

@@ -27,17 +27,16 @@ def test_a_command_takes_no_more_threads_than_the_quota_has_cores(quota, given, 
     monkeypatch.setattr(cores, "cpu_count", lambda: quota)
     monkeypatch.setattr(cli, "import_module", lambda name: cores if name.endswith(".cores") else main)
     monkeypatch.delitem(sys.modules, "dp_lightning.commands.verify", raising=False)
-    if given is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", given)
-    else:
-        monkeypatch.setenv("OMP_NUM_THREADS", "")  # so that it is gone after the test
+    monkeypatch.setenv("OMP_NUM_THREADS", given or "")  # so that it is gone after the test
+    if given is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
     cli.main(["verify"])
     assert seen == [expected]
 
 
-def test_torch_has_the_threads_of_the_quota():
-    code = "from dp_lightning.cores import respect_quota; respect_quota(); import torch; print(torch.get_num_threads())"
+def test_torch_is_not_imported_before_it_has_been_told():
+    code = "import os, sys; from dp_lightning.cores import respect_quota; respect_quota(); print("
+    code += "os.environ['OMP_NUM_THREADS'], 'torch' in sys.modules)"
     environment = {**os.environ, "LOKY_MAX_CPU_COUNT": "1"}
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert made.stdout == "1\n"
+    assert made.stdout == "1 False\n"

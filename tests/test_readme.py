@@ -18,21 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
 from pages import ROOT, blocks, lines, links, read, spans, table, tables
 from PIL import Image
 from torch.nn import functional as F
 
 from dp_lightning.cli import main
-from dp_lightning.commands.composition import Composer
+from dp_lightning.commands.composition import Composer, prepare_to_train
 from dp_lightning.commands.configs import path_of, with_paths
-from dp_lightning.commands.training import TrainingCLI
 from dp_lightning.experiments.grid import Grid
-from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy import ClipPlan, RunShape, clipped_gradient_sum
-from dp_lightning.privacy.parameters import trained_parameters
-from dp_lightning.privacy.phases import Phases
-from dp_lightning.private_run.trainer_checks import check_settings
 
 pytestmark = pytest.mark.docs
 
@@ -74,6 +68,8 @@ PROGRAMS = {
     if (found := [block for block in blocks("python", text) if file_name(block) is None])
 }
 
+COMPOSER = Composer()
+
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
@@ -94,19 +90,10 @@ def workplace(tmp_path, monkeypatch):
         sys.modules.pop(Path(name).stem, None)
 
 
-def instantiate(arguments: list[str]) -> TrainingCLI:
-    """Everything that the command builds before it starts to train, on one CPU."""
+def prepared(*arguments):
+    """Everything that `dpl fit` builds from these options before it starts to train, on one CPU, and N."""
     here = ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
-    with warnings.catch_warnings(), without_weights():  # which cannot be downloaded in a test
-        warnings.simplefilter("ignore")  # about arguments given from Python
-        return TrainingCLI(
-            model_class=LightningModule,
-            datamodule_class=LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            args=with_paths(["fit", *arguments, *here])[1:],
-            run=False,
-        )
+    return prepare_to_train(COMPOSER([*arguments, *here]))
 
 
 @pytest.mark.parametrize("line", TRAINING)
@@ -117,14 +104,13 @@ def test_a_training_command_builds_its_run_from_allowed_settings(line, workplace
         del arguments[position : position + 2]
         if "lightning_logs" in line:  # the configuration of an earlier run: any complete one serves
             arguments[:position] = ["--config", "configs/wrn16_cifar10.yaml"]
-    cli = instantiate(arguments)
-    check_settings(cli.trainer, cli.model)
+    cli, num_train = prepared(*arguments)
     data, persons = cli.datamodule, cli.privacy.unit_of_privacy == "group"
-    assert cli.privacy.num_train == (data.num_train_groups if persons else data.num_train)
+    assert num_train == (data.num_train_groups if persons else data.num_train)
 
 
 # With a test below, or in tests of their command.
-ELSEWHERE = {"fit", "test", "predict", "account", "doctor", "pretrain"}
+ELSEWHERE = {"fit", "test", "predict", "account", "doctor"}
 OTHERS = sorted({line for line in DPL if line.split()[1] not in ELSEWHERE})
 
 
@@ -132,11 +118,11 @@ OTHERS = sorted({line for line in DPL if line.split()[1] not in ELSEWHERE})
 def test_another_command_takes_its_options(line, workplace):
     command, *arguments = shlex.split(line)[1:]
     parser = importlib.import_module(f"dp_lightning.commands.{command}")._parser()
-    if command in ("analyze", "audit", "plan"):
+    if command in ("analyze", "audit", "plan", "pretrain"):
         # The first argument of `dpl analyze` names what is computed, as that of the others does in `dpl`.
         given = with_paths(arguments) if command == "analyze" else with_paths([command, *arguments])[1:]
         _, of_fit = parser.parse_known_args(given)
-        assert not of_fit or instantiate(of_fit).datamodule.num_train > 1000
+        assert not of_fit or prepared(*of_fit)[1] > 1000
         return
     options = parser.parse_args(arguments)
     if command == "sweep" or (command == "report" and "lightning_logs" not in line):
@@ -151,7 +137,7 @@ def test_every_command_and_configuration_shown_is_one_that_a_test_takes():
     assert len(TRAINING) >= 18
     assert len(PRICED) == 5
     assert {line.split()[1] for line in OTHERS} == {
-        *("analyze", "audit", "export", "init", "plan", "report", "sweep", "verify")
+        *("analyze", "audit", "export", "init", "plan", "pretrain", "report", "sweep", "verify")
     }
     own = {*blocks("yaml", CLUSTERS), *blocks("yaml", METHODS)}
     shown = [block for text in PAGES.values() for block in blocks("yaml", text) if block not in own]
@@ -186,13 +172,8 @@ def test_the_loop_shown_brings_a_run_that_is_killed_to_its_end(workplace, warm_p
 def test_the_timeout_shown_is_the_strategys(workplace):
     (block,) = blocks("yaml", CLUSTERS)
     Path("timeout.yaml").write_text(block)
-    assert instantiate(["digits", "--config", "timeout.yaml"]).trainer.strategy._timeout.total_seconds() == 300
-
-
-def test_the_method_that_the_readme_names_orthogonalizes(workplace):
-    (line,) = [line for line in lines("bash", PAGES["README.md"]) if "dp_muon" in line]
-    chain = instantiate(shlex.split(line)[2:]).postprocess.chain
-    assert "Orthogonalize" in [type(transform).__name__ for transform in chain.transforms]
+    cli, _ = prepared("digits", "--config", "timeout.yaml")
+    assert cli.trainer.strategy._timeout.total_seconds() == 300
 
 
 @pytest.mark.parametrize(("line", "shown"), PRICED, ids=[line for line, _ in PRICED])
@@ -206,20 +187,19 @@ def test_a_prediction_is_shown_as_it_is_called(workplace):
     (line,) = [line for line in DPL if line.startswith("dpl predict")]
     arguments = shlex.split(line)[1:]
     assert arguments[1:3] == ["--config", "lightning_logs/version_0/config.yaml"]
-    Composer()(["--config=configs/wrn16_cifar10.yaml", *arguments[3:]])
+    COMPOSER(["--config=configs/wrn16_cifar10.yaml", *arguments[3:]])
 
 
 def test_weights_from_random_images_start_a_run_as_shown(workplace):
-    made = [shlex.split(line)[1:] for line in DPL if line.startswith("dpl pretrain")]
-    for arguments in made:
-        main([*arguments, "--images", "60", "--steps", "1", "--batch-size", "8", "--view-size", "8"])
+    (line,) = [line for line in DPL if line.endswith("--out random16.safetensors")]
+    small = ["--images", "4", "--steps", "1", "--batch-size", "4", "--view-size", "8"]
+    main([*shlex.split(line)[1:], *small])
     (started,) = [shlex.split(line)[2:] for line in TRAINING if ".weights random" in line]
-    instantiate(started)  # from one of the files
+    prepared(*started)  # from that file
     frozen = dict(re.findall(r"'(\{[^']*?\})'` for\s+`(\w+)`", PAGES["docs/fine_tuning.md"]))
     assert sorted(frozen.values()) == ["SmallCNNModule", "WideResNetModule"]
     for patterns, module in frozen.items():
-        cli = instantiate(["digits" if module == "SmallCNNModule" else "wrn16_cifar10"])
-        Phases(json.loads(patterns), trained_parameters(cli.model), 10)
+        prepared("digits" if module == "SmallCNNModule" else "wrn16_cifar10", "--privacy.frozen_until", patterns)
 
 
 # What a program prints.

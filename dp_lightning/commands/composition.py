@@ -71,8 +71,9 @@ def prepare(settings: Mapping[str, Any]) -> TrainingCLI:
     Raises:
         DpLightningError: as ``dpl fit`` would, for wrong settings or data.
     """
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = {**settings["trainer"], **quiet, "enable_checkpointing": False}
+    trainer = {**settings["trainer"], "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    if not trainer.get("callbacks"):  # a ModelCheckpoint among them is refused where checkpoints are switched off
+        trainer["enable_checkpointing"] = False
     return command_line(["fit", f"--config={yaml.safe_dump({**settings, 'trainer': trainer})}"], _Prepared)
 
 
