@@ -1,4 +1,4 @@
-"""Starts the ranks of a run from one process that has imported everything, so that a start costs no imports."""
+"""Starts the ranks of a run as forks of the tests' process, so that a start costs no imports."""
 
 import contextlib
 import multiprocessing
@@ -9,8 +9,6 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-PRELOADED = ["lightning.pytorch", "torchmetrics", "dp_lightning.callbacks", "dp_lightning.strategies.private"]
-
 
 class Ended(NamedTuple):
     codes: list[int]
@@ -20,8 +18,7 @@ class Ended(NamedTuple):
 
 def run_on_ranks(function, folder, size, *arguments, timeout=280):
     """Call ``function(*arguments)`` in ``size`` processes with the environment that ``torchrun`` gives them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

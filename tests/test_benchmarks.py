@@ -13,7 +13,6 @@ import pytest
 import torch
 import torchvision
 import yaml
-from started_ranks import PRELOADED
 
 from dp_lightning.cli import main
 from dp_lightning.commands.composition import Composer, prepare_to_train
@@ -138,7 +137,7 @@ def test_the_network_in_flax_is_the_same_and_so_is_its_clipped_sum(step):
 def forked(monkeypatch):
     """Let a benchmark fork its processes from one that has made the imports, in place of starting them anew."""
     forkserver = multiprocessing.get_context("forkserver")
-    forkserver.set_forkserver_preload(PRELOADED)
+    forkserver.set_forkserver_preload(["lightning.pytorch", "torchmetrics", "dp_lightning.callbacks"])
     start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: forkserver)
     monkeypatch.setattr(torch.multiprocessing, "spawn", start)
