@@ -9,6 +9,8 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 
 class Ended(NamedTuple):
     codes: list[int]
@@ -16,8 +18,10 @@ class Ended(NamedTuple):
     """Of all ranks, one after the other."""
 
 
-def run_on_ranks(function, folder, size, *arguments, timeout=280):
+def run_on_ranks(function, folder, size, *arguments, timeout=120):
     """Call ``function(*arguments)`` in ``size`` processes with the environment that ``torchrun`` gives them."""
+    if torch.distributed.is_initialized():  # as a Trainer of an earlier test leaves it
+        torch.distributed.destroy_process_group()
     context = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -39,8 +43,6 @@ def run_on_ranks(function, folder, size, *arguments, timeout=280):
 
 
 def _one(function, arguments, rank, size, port, stderr):
-    import torch
-
     torch.set_num_threads(1)
     if size > 1:
         os.environ.update(

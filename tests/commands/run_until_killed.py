@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.privacy import GaussianNoise
 from dp_lightning.privacy.journal import read_journal, run_of
-from dp_lightning.private_run.latest_checkpoint import latest_checkpoint
-from dp_lightning.private_run.resume import SavedRun
+from dp_lightning.private_run.resume import SavedRun, latest_checkpoint
 
 INTERVAL, TARGET = 5, 4.0
 
