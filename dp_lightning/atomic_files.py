@@ -1,8 +1,7 @@
 """Files that are either complete or absent, whenever the process or the machine stops."""
 
 import os
-import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,23 +24,6 @@ def require_writable(folder: Path, setting: str) -> None:
         raise ConfigurationError(
             f"{setting} is {folder}, but nothing can be written there ({error.strerror}). Choose another folder."
         ) from error
-
-
-def why_not_own(path: Path, *, others: int, is_kind: Callable[[int], bool] = stat.S_ISREG) -> str | None:
-    """What is wrong with the owner, the kind or the mode of a path that nobody else may have written; None if nothing.
-
-    Args:
-        others: the permission bits that the path must not have.
-        is_kind: tells from a mode whether the path is of the right kind.
-    """
-    facts = path.lstat()
-    if not is_kind(facts.st_mode):
-        return "is a link" if stat.S_ISLNK(facts.st_mode) else "is of another kind than what is kept there"
-    if facts.st_uid != os.geteuid():
-        return "belongs to another user"
-    if facts.st_mode & others:
-        return f"is open to other users (mode {stat.S_IMODE(facts.st_mode):o})"
-    return None
 
 
 @contextmanager

@@ -73,20 +73,11 @@ class Ranks:
         """
         if self.size == 1 or not tensors:
             return []
-        most, least = self.extremes(torch.stack([_checksums(tensor) for tensor in tensors.values()]))
-        unequal = (most != least).any(dim=1).tolist()
+        sums = torch.stack([_checksums(tensor) for tensor in tensors.values()])
+        extremes = torch.stack([sums, -sums])
+        torch.distributed.all_reduce(extremes, op=torch.distributed.ReduceOp.MAX)
+        unequal = (extremes[0] != -extremes[1]).any(dim=1).tolist()
         return [name for name, differs in zip(tensors, unequal, strict=True) if differs]
-
-    def extremes(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest and the smallest of each number over ranks; every rank has to call it.
-
-        Args:
-            tensor: of signed numbers, of the same shape on each rank.
-        """
-        found = torch.stack([tensor, -tensor])
-        if self.size > 1:
-            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
-        return found[0], -found[1]
 
     def differing_facts(self, facts: Mapping[str, object], device: torch.device) -> list[str]:
         """Names of the facts whose ``repr`` is not the same on every rank; every rank has to call it."""

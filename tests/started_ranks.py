@@ -1,4 +1,4 @@
-"""Starts the ranks of a run from one process that has imported everything, so that a start costs no imports."""
+"""Starts the ranks of a run as forks of the tests' process, so that a start costs no imports."""
 
 import contextlib
 import multiprocessing
@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-PRELOADED = ["lightning.pytorch", "torchmetrics", "dp_lightning.callbacks", "dp_lightning.strategies.private"]
+import torch
 
 
 class Ended(NamedTuple):
@@ -18,10 +18,11 @@ class Ended(NamedTuple):
     """Of all ranks, one after the other."""
 
 
-def run_on_ranks(function, folder, size, *arguments, timeout=280):
+def run_on_ranks(function, folder, size, *arguments, timeout=120):
     """Call ``function(*arguments)`` in ``size`` processes with the environment that ``torchrun`` gives them."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    if torch.distributed.is_initialized():  # as a Trainer of an earlier test leaves it
+        torch.distributed.destroy_process_group()
+    context = multiprocessing.get_context("fork")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -42,8 +43,6 @@ def run_on_ranks(function, folder, size, *arguments, timeout=280):
 
 
 def _one(function, arguments, rank, size, port, stderr):
-    import torch
-
     torch.set_num_threads(1)
     if size > 1:
         os.environ.update(

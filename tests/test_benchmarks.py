@@ -14,7 +14,6 @@ import torch
 import torchvision
 import yaml
 from pages import ROOT
-from started_ranks import PRELOADED
 from torch.nn import functional as F
 
 from dp_lightning.cli import main
@@ -123,7 +122,7 @@ def test_the_network_in_flax_has_the_same_clipped_sum():
 def forked(monkeypatch):
     """Let a benchmark fork its processes from one that has made the imports, in place of starting them anew."""
     forkserver = multiprocessing.get_context("forkserver")
-    forkserver.set_forkserver_preload(PRELOADED)
+    forkserver.set_forkserver_preload(["lightning.pytorch", "torchmetrics", "dp_lightning.callbacks"])
     start = functools.partial(torch.multiprocessing.start_processes, start_method="forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: forkserver)
     monkeypatch.setattr(torch.multiprocessing, "spawn", start)

@@ -67,16 +67,13 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         """The steps taken so far, those of earlier parts of the run included."""
         return self.history.ledger
 
-    def statement(self, **more: Any) -> PrivacyStatement:
+    def statement(self) -> PrivacyStatement:
         """The privacy statement of the steps taken so far.
-
-        Args:
-            more: fields of the statement that the caller knows better.
 
         Raises:
             ConfigurationError: before the first fit.
         """
-        return self.private_run.statement(**more)
+        return self.private_run.statement()
 
     def check(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse settings that would break the guarantee, before any data is touched.

@@ -25,7 +25,7 @@ class ResultFile(pl.Callback):
 
     ``evaluated_after_steps`` has the steps taken at each evaluation, the last of which may come before the last step.
     ``test_accuracy_best`` is the best over evaluations. It is chosen on the test set, so it is not an estimate of
-    accuracy on new images, as the file says.
+    accuracy on new images.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,6 @@ class ResultFile(pl.Callback):
             key = name.replace("/", "_")
             result |= {f"{key}_last": curve[-1] if curve else None, f"{key}_curve": curve}
         result["test_accuracy_best"] = max(result["test_accuracy_curve"], default=None)
-        result["test_accuracy_best_is"] = "the best over evaluations, chosen on the test set"
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if snr := next((callback.curve for callback in callbacks if isinstance(callback, SignalToNoise)), []):
             result |= {"snr_first_epoch": snr[0], "snr_last_epoch": snr[-1]}

@@ -72,7 +72,7 @@ class StopOnSignal(pl.Callback):
         self._before = {}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.teardown(trainer, pl_module, "fit")
+        self.teardown(trainer, pl_module, "fit")  # before Lightning puts back the handlers that it has found
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.teardown(trainer, pl_module, "fit")

@@ -44,7 +44,7 @@ from dp_lightning.lightning_internals import CommandLine, flags_of
 from dp_lightning.lightning_modules import schedules
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.lightning_modules.schedules import WarmupCosine
-from dp_lightning.private_run.latest_checkpoint import latest_checkpoint
+from dp_lightning.private_run.resume import latest_checkpoint
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO

@@ -21,6 +21,8 @@ from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.privacy.accounting import Ledger, Run, best_guess
 from dp_lightning.privacy.plan import PrivacyPlan
 
+#: The version of a package; to find it, all of its metadata are read.
+installed = cache(version)
 #: Under which name the metadata of exported weights holds their statement.
 STATEMENT = "privacy_statement"
 #: Epsilon above which a run is not for release. A test for one example that is right with certainty may then be wrong
@@ -264,12 +266,6 @@ class PrivacyStatement:
             "buffers."
         )
         return [logged, *([changed] if len(self.ledger.totals) > 1 else []), *_NEVER_COVERED, public]
-
-
-@cache
-def installed(name: str) -> str:
-    """The version of a package: to find it, all of its metadata are read."""
-    return version(name)
 
 
 def _plain(value: Any) -> Any:

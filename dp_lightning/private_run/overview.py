@@ -12,16 +12,13 @@ def overview(run: PrivateRun) -> str:
     optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
     method = "; ".join([f"DP-SGD by {optimizers}", *run.postprocessing])
     views = f", {settings.augmult} views of each example" if settings.augmult > 1 else ""
-    epsilon, epochs = (
-        plan.target_epsilon or run.budget.at(plan.num_steps),
-        plan.num_steps / trainer.num_training_batches,
-    )
+    epsilon = plan.target_epsilon or run.budget.at(plan.num_steps)
     budget = f"epsilon {epsilon:.4g} at delta {plan.delta:g} by {plan.accountant.upper()}, N {plan.num_train:,} "
     budget += f"{'persons' if settings.images_per_group else 'examples'}, B {plan.expected_batch_size:,}, "
     rows = [
         ("method", f"{method}; {clip.kind.replace('_', ' ')} clipping ({clip.factor}){views}"),
         ("plan", f"{budget}sigma {plan.noise_multiplier:.4g}, C {clip.max_grad_norm:g}, T {plan.num_steps:,} steps"),
-        ("epochs", f"{math.ceil(epochs):,}"),
+        ("epochs", f"{math.ceil(plan.num_steps / trainer.num_training_batches):,}"),
         ("device", f"{trainer.world_size} x {trainer.strategy.root_device.type}, precision {trainer.precision}"),
         *(("note", note) for note in _notes(run)),
     ]

@@ -27,11 +27,7 @@ from dp_lightning.privacy.record import note_earlier_training
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.privacy.weights import digest_of
-from dp_lightning.private_run.agreement import (
-    require_equal_replicas,
-    require_same_data,
-    require_same_settings,
-)
+from dp_lightning.private_run.agreement import require_equal_replicas, require_same_data, require_same_settings
 from dp_lightning.private_run.data_checks import check_hyperparameters, require_held_out
 from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
@@ -146,12 +142,11 @@ class PrivateRun:
         self._ranks, device = trainer_ranks(trainer), trainer.strategy.root_device
         shared = {f"privacy.{name}": value for name, value in settings.values.items()}
         shared |= {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
+        num_train = shared["number of training examples"] = settings.num_train_of(loader.dataset)
         require_same_settings(shared, self._ranks, device)
         self._note_earlier_training()
         self.folder = folder_of_run(trainer, history.record.run)
         resumes = history.open_journal(trainer, self.folder)
-        num_train = settings.num_train_of(loader.dataset)
-        require_same_settings({"number of training examples": num_train}, self._ranks, device)
         check_hyperparameters(trainer, module, len(loader.dataset))  # type: ignore[arg-type]
         self.plan, self._finishes = self._agree_on_plan(num_train, resumes=resumes)
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
@@ -230,6 +225,7 @@ class PrivateRun:
             BudgetError: when no step is left.
         """
         check_optimizers(self.trainer, self.step.parameters.values())
+        self.history.unprotected.check(self.trainer)
         if self.history.saved is not None:
             self.step.load_state_dict(dict(self.history.saved.step))
         self.history.saved = None
@@ -350,22 +346,16 @@ class PrivateRun:
             statement.write(self.folder)
             print(f"\n{statement.short()}\nResults: {self.folder}", flush=True)
 
-    def statement(self, **more: Any) -> PrivacyStatement:
-        """The privacy statement of the steps taken so far.
-
-        Args:
-            more: fields of the statement that the caller knows better.
-        """
+    def statement(self, weights: Mapping[str, Any] | None = None) -> PrivacyStatement:
+        """The privacy statement of the steps taken so far, about these weights; None for those of ``weights``."""
         history = self.history
         # The module's own hook at the end of an epoch comes after that of PrivacyCallback.
         history.unprotected.note_logged(self.trainer)
-        if "weights" not in more:
-            more["weights"] = digest_of(self.weights())
         return self.step.statement(
             unprotected=tuple(sorted(history.unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",
             lost_steps=history.ledger.num_steps - self._in_weights,
-            **more,
+            weights=digest_of(self.weights() if weights is None else weights),
         )
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
@@ -374,5 +364,5 @@ class PrivateRun:
         Args:
             checkpoint: a checkpoint that is about to be written, on rank 0.
         """
-        statement = self.statement(weights=digest_of(checkpoint["state_dict"]))
+        statement = self.statement(checkpoint["state_dict"])
         SavedRun(statement=statement, settings=self.settings.values, step=self.step.state_dict()).write(checkpoint)

@@ -1,6 +1,5 @@
 """Settings of Trainer and module that a private run cannot have, refused together, each with what to change."""
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,10 +17,6 @@ from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.torch_internals import is_compiled
 
 _PRECISIONS = ("None", "32", "32-true", "64", "64-true", "bf16", "bf16-mixed")
-# Such as s3://, and file:/ where Lightning has shortened it.
-_URL = re.compile(r"(^|/)[a-z][a-z0-9+.:-]+:/", re.IGNORECASE)
-# Names of numbers in a template of ModelCheckpoint, as {epoch} and {val/loss:.2f}.
-_NAMES = re.compile(r"\{(.*?)[:}]")
 _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (
         standard.GradientAccumulationScheduler,
@@ -32,7 +27,7 @@ _CALLBACKS: tuple[tuple[type[pl.Callback], str], ...] = (
     (standard.BatchSizeFinder, "it takes steps on private data. Set privacy.max_physical_batch_size by hand"),
 )
 
-_Row = tuple[bool, str]
+Row = tuple[bool, str]
 """Whether a setting is refused, and the message."""
 
 
@@ -48,8 +43,7 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             f"The Trainer is of the package {package}, and dp_lightning builds on the package lightning. Write import "
             "lightning.pytorch as pl instead, for Trainer, LightningModule and callbacks."
         )
-    _refuse(
-        *_folders(trainer),
+    refuse(
         *_of_the_trainer(trainer),
         *_of_the_processes(trainer),
         *_of_the_callbacks(trainer),
@@ -57,25 +51,23 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     )
 
 
-def _refuse(*rows: _Row) -> None:
+def refuse(*rows: Row) -> None:
+    """Raise an error with a line for each setting that is refused."""
     if found := [message for cannot_be, message in rows if cannot_be]:
         head = f"{len(found)} settings cannot be in a private run:\n- " if found[1:] else ""
         raise ConfigurationError(head + "\n- ".join(found))
 
 
-def _folders(trainer: pl.Trainer) -> Iterator[_Row]:
+def _of_the_trainer(trainer: pl.Trainer) -> Iterator[Row]:
+    settings: Any = trainer
     folders = [trainer.default_root_dir, *(logger.save_dir for logger in trainer.loggers)]
     folders += [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-    for folder in filter(_URL.search, map(str, folders)):
-        yield (
-            True,
-            f"A run would write to {folder}, a URL, and it writes into folders of this machine. Give "
-            "trainer.default_root_dir, the loggers and ModelCheckpoint a path, such as runs, or mount what it names.",
-        )
-
-
-def _of_the_trainer(trainer: pl.Trainer) -> Iterator[_Row]:
-    settings: Any = trainer
+    urls = [str(folder) for folder in folders if "://" in str(folder)]
+    yield (
+        bool(urls),
+        f"A run would write to {', '.join(urls)}, a URL, and it writes into folders of this machine. Give "
+        "trainer.default_root_dir, the loggers and ModelCheckpoint a path, such as runs, or mount what it names.",
+    )
     yield (
         bool(trainer.gradient_clip_val),  # Lightning does nothing for 0
         f"trainer.gradient_clip_val is {trainer.gradient_clip_val}: it would clip the noised gradient. Remove it; "
@@ -98,7 +90,7 @@ def _of_the_trainer(trainer: pl.Trainer) -> Iterator[_Row]:
     )
 
 
-def _of_the_processes(trainer: pl.Trainer) -> Iterator[_Row]:
+def _of_the_processes(trainer: pl.Trainer) -> Iterator[Row]:
     """Strategies, and what writes checkpoints."""
     strategy, writer = trainer.strategy, type(trainer.strategy.checkpoint_io)
     distributed = isinstance(strategy, DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
@@ -119,7 +111,7 @@ def _of_the_processes(trainer: pl.Trainer) -> Iterator[_Row]:
     )
 
 
-def _of_the_callbacks(trainer: pl.Trainer) -> Iterator[_Row]:
+def _of_the_callbacks(trainer: pl.Trainer) -> Iterator[Row]:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     private = [callback for callback in callbacks if isinstance(callback, PrivacySettings)]
     yield len(private) > 1, "trainer.callbacks has several PrivacyCallbacks, and a run has one plan. Leave one."
@@ -129,7 +121,7 @@ def _of_the_callbacks(trainer: pl.Trainer) -> Iterator[_Row]:
             yield isinstance(callback, kind), f"trainer.callbacks has {name}: {reason}. Remove it."
 
 
-def _of_the_module(module: pl.LightningModule) -> Iterator[_Row]:
+def _of_the_module(module: pl.LightningModule) -> Iterator[Row]:
     kind = type(module).__name__
     compiled = [name for name, part in module.named_modules() if is_compiled(part) or (not name and was_compiled(part))]
     yield (
@@ -161,7 +153,7 @@ def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
     """
     ids = {id(parameter) for parameter in trained}
     groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    _refuse(
+    refuse(
         (
             len(trainer.optimizers) != 1,
             f"configure_optimizers returns {len(trainer.optimizers)} optimizers; private training needs exactly one.",
@@ -175,52 +167,4 @@ def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
             "The optimizer holds a parameter that is not among the module's trained parameters, so no private gradient "
             "exists for it. Build the optimizer from self.parameters().",
         ),
-        *_of_the_monitors(trainer, set()),
     )
-
-
-def check_monitors(trainer: pl.Trainer, unprotected: set[str]) -> None:
-    """Refuse to choose by numbers computed from raw training examples, and to put them into names of files.
-
-    Args:
-        unprotected: names of the values that were logged while training.
-
-    Raises:
-        ConfigurationError: with a line for each.
-    """
-    _refuse(*_of_the_monitors(trainer, unprotected))
-
-
-def _of_the_monitors(trainer: pl.Trainer, unprotected: set[str]) -> Iterator[_Row]:
-    def is_raw(name: str | None) -> bool:
-        # Lightning adds these to the name of a value that is logged by step and by epoch.
-        plain = str(name).removesuffix("_step").removesuffix("_epoch")
-        return name is not None and (
-            not {name, plain}.isdisjoint(unprotected) or name.startswith(("train", "unprotected"))
-        )
-
-    for owner, monitor in _monitors(trainer):
-        yield (
-            is_raw(monitor),
-            f"{owner}.monitor is '{monitor}': choosing by a number computed from raw training examples lies outside "
-            "the guarantee. Monitor a validation metric, such as val/accuracy.",
-        )
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, standard.ModelCheckpoint):
-            for name in _NAMES.findall(f"{callback.filename} {callback.CHECKPOINT_NAME_LAST}"):
-                yield (
-                    is_raw(name),
-                    f"filename of {type(callback).__name__} has {{{name}}}, a number computed from raw training "
-                    "examples: the file's name would tell it. Take it out, or name a validation metric.",
-                )
-
-
-def _monitors(trainer: pl.Trainer) -> list[tuple[str, str | None]]:
-    """The class of each object that reads a number by its name, and that name."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    readers = [each for each in callbacks if isinstance(each, standard.ModelCheckpoint | standard.EarlyStopping)]
-    plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-    return [
-        *((type(each).__name__, each.monitor) for each in readers),
-        *((type(each.scheduler).__name__, each.monitor) for each in plateaus),
-    ]

@@ -1,15 +1,26 @@
-"""Numbers computed from raw training examples that a run logs; they lie outside the guarantee."""
+"""Numbers computed from raw training examples that a run logs: they lie outside the guarantee, and nothing is chosen.
+
+A checkpoint, a learning rate or the end of a run that is chosen by such a number, and a file that is named by it, would
+tell it.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from dp_lightning.lightning_internals import logged_in_training
-from dp_lightning.private_run.trainer_checks import check_monitors
+from dp_lightning.private_run.trainer_checks import Row, refuse
 
 #: Numbers that the callbacks of this package log, from public numbers and what the mechanism has released.
 POST_PROCESSING = frozenset({"privacy/epsilon", "privacy/snr"})
+# Names of numbers in a template of ModelCheckpoint, as {epoch} and {val/loss:.2f}.
+_NAMES = re.compile(r"\{(.*?)[:}]")
 
 
 class Unprotected:
@@ -32,7 +43,40 @@ class Unprotected:
         found = {result.meta.name for result in logged_in_training(trainer)} - POST_PROCESSING - self.names
         if found:
             self.names |= found
-            check_monitors(trainer, self.names)
+            self.check(trainer)
+
+    def check(self, trainer: pl.Trainer) -> None:
+        """Refuse to choose by numbers computed from raw training examples, and to put them into names of files.
+
+        Raises:
+            ConfigurationError: with a line for each.
+        """
+        refuse(*self._chosen(trainer))
+
+    def _chosen(self, trainer: pl.Trainer) -> Iterator[Row]:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        readers: list[Any] = [each for each in callbacks if isinstance(each, ModelCheckpoint | EarlyStopping)]
+        monitors = [(reader, reader.monitor) for reader in readers]
+        monitors += [(each.scheduler, each.monitor) for each in trainer.lr_scheduler_configs if each.reduce_on_plateau]
+        for reader, monitor in monitors:
+            yield (
+                monitor is not None and self._is_raw(monitor),
+                f"{type(reader).__name__}.monitor is '{monitor}': choosing by a number computed from raw training "
+                "examples lies outside the guarantee. Monitor a validation metric, such as val/accuracy.",
+            )
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                for name in _NAMES.findall(f"{callback.filename} {callback.CHECKPOINT_NAME_LAST}"):
+                    yield (
+                        self._is_raw(name),
+                        f"filename of {type(callback).__name__} has {{{name}}}, a number computed from raw training "
+                        "examples: the file's name would tell it. Take it out, or name a validation metric.",
+                    )
+
+    def _is_raw(self, name: str) -> bool:
+        # Lightning adds these to the name of a value that is logged by step and by epoch.
+        plain = name.removesuffix("_step").removesuffix("_epoch")
+        return not {name, plain}.isdisjoint(self.names) or name.startswith(("train", "unprotected"))
 
     def add_non_finite(self, count: Tensor) -> None:
         """Count examples, without waiting for their device."""

@@ -57,18 +57,16 @@ class PrivateCheckpointIO(TorchCheckpointIO):
                 and runs that code; None is True.
 
         Raises:
-            DataError: when the checkpoint is missing, damaged or foreign.
+            DataError: when the checkpoint is missing or damaged.
         """
         source, weights_only = Path(path), weights_only is not False
         try:
             with torch.serialization.safe_globals(_DATA):
-                loaded: Any = torch.load(source, map_location=map_location, weights_only=weights_only)
+                loaded: dict[str, Any] = torch.load(source, map_location=map_location, weights_only=weights_only)
         except Exception as error:  # the file may contain anything
             text = str(error).rpartition("WeightsUnpickler error: ")[2]  # torch names the class behind its advice
             runs_code = weights_only and isinstance(error, pickle.UnpicklingError)
             hint = "; if it is your own, pass weights_only=False with ckpt_path" if runs_code else ""
             reason = next(iter(text.splitlines()), type(error).__name__)
             raise DataError(f"{source} cannot be loaded ({reason}){hint}.") from error
-        if not isinstance(loaded, dict):
-            raise DataError(f"{source} is no checkpoint: it holds a {type(loaded).__name__}.")
         return loaded

@@ -10,7 +10,6 @@ import sys
 import termios
 import threading
 
-import pytest
 from plain_run import Plain, held_out, loader, privacy, trainer
 from torch.nn import functional as F
 
@@ -29,9 +28,6 @@ class Measured(Plain):
     def validation_step(self, batch, batch_idx):
         self.log("val/accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean(), prog_bar=True)
 
-    def test_step(self, batch, batch_idx):
-        self.validation_step(batch, batch_idx)
-
     def val_dataloader(self):
         return held_out(60)
 
@@ -43,41 +39,36 @@ def fit(tmp_path, **settings):
     run.fit(Measured(), loader())
 
 
-@pytest.fixture
 def terminal(monkeypatch):
-    """Standard output becomes a terminal of so many columns; gives what was written when it is called."""
+    """Standard output becomes a terminal of 80 columns, until the function is called that returns what was written."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 80, 0, 0))
+    file = os.fdopen(slave, "w")
+    monkeypatch.setattr(sys, "stdout", file)
+    for name, value in {"TERM": "xterm", "COLUMNS": "", "LINES": ""}.items():
+        monkeypatch.setenv(name, value)
+    found = bytearray()
 
-    def open_terminal(columns):
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
-        file = os.fdopen(slave, "w")
-        monkeypatch.setattr(sys, "stdout", file)
-        for name, value in {"TERM": "xterm", "COLUMNS": "", "LINES": ""}.items():
-            monkeypatch.setenv(name, value)
-        found = bytearray()
+    def read():
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(master, 65_536):
+                found.extend(part)
 
-        def read():
-            with contextlib.suppress(OSError):  # the other end is closed
-                while part := os.read(master, 65_536):
-                    found.extend(part)
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
 
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
+    def written():
+        monkeypatch.undo()
+        file.close()
+        reader.join()
+        os.close(master)
+        return ESCAPES.sub("", found.decode()).replace("\r", "\n").splitlines()
 
-        def written():
-            monkeypatch.undo()
-            file.close()
-            reader.join()
-            os.close(master)
-            return ESCAPES.sub("", found.decode()).replace("\r", "\n").splitlines()
-
-        return written
-
-    return open_terminal
+    return written
 
 
-def test_a_terminal_shows_steps_physical_batches_epsilon_and_accuracy_within_its_columns(tmp_path, terminal):
-    written = terminal(80)
+def test_a_terminal_shows_steps_physical_batches_epsilon_and_accuracy_within_its_columns(tmp_path, monkeypatch):
+    written = terminal(monkeypatch)
     fit(tmp_path)
     lines = written()
     bars = [line for line in lines if re.match(r"(Epoch|Validation)", line)]
@@ -107,14 +98,3 @@ def test_another_rank_shows_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lightning.pytorch.Trainer.is_global_zero", property(lambda _: False))
     fit(tmp_path, max_epochs=1)
     assert capsys.readouterr().out == ""
-
-
-def test_without_a_private_run_it_is_lightnings_bar(tmp_path, terminal):
-    written = terminal(120)
-    run = trainer(tmp_path, PrivateProgressBar(), enable_progress_bar=True, max_epochs=1)
-    run.fit(Measured(), loader())
-    run.test(Measured(), loader(), verbose=False)
-    shown = "\n".join(written())
-    assert re.search(r"Epoch 0: 100%.* train_loss=", shown)
-    assert "Testing DataLoader 0: 100%" in shown
-    assert "epsilon" not in shown

@@ -43,16 +43,6 @@ def test_a_line_cut_short_is_of_a_step_that_was_not_released(tmp_path, cut, resu
     assert read(tmp_path).runs == ((1.5, 0.25, whole), (2.0, 0.5, 1))
 
 
-def test_every_folder_gets_every_step(tmp_path):
-    folders = [tmp_path / name for name in "abc"]
-    one = Journal("run")
-    for folder in folders:
-        one.add_folder(folder)
-        one.record(**STEP)
-    assert [read(folder).num_steps for folder in folders] == [3, 3, 3]
-    assert len({one.path(folder).read_bytes() for folder in folders}) == 1
-
-
 def test_steps_of_a_ledger_that_no_file_holds_are_written(tmp_path):
     ledger = Ledger()
     for _ in range(3):

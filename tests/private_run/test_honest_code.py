@@ -45,13 +45,9 @@ class OfItems(Plain):
         return super().training_step([getattr(batch, field.name) for field in fields(batch)], batch_idx)
 
 
-UNCHANGED = [MetricsInInference, OfItems]
-
-
-@pytest.mark.parametrize("mode", ["together", "one_by_one"])
-@pytest.mark.parametrize("kind", UNCHANGED)
-def test_it_trains_unchanged(kind, mode, tmp_path):
-    module, callback = kind(), privacy(examples=mode, max_physical_batch_size=8)
+@pytest.mark.parametrize("kind", [MetricsInInference, OfItems])
+def test_it_trains_unchanged(kind, tmp_path):
+    module, callback = kind(), privacy(max_physical_batch_size=8)
     before = [p.detach().clone() for p in module.parameters() if p.requires_grad]
     run = trainer(tmp_path, callback)
     data = [] if isinstance(module, OfItems) else [loader()]
@@ -85,8 +81,6 @@ class Validated(Plain):
     [
         ({"val_check_interval": 2}, 9, [2, 5, 8, 9]),
         ({"val_check_interval": 2, "check_val_every_n_epoch": None}, 9, [2, 4, 6, 8, 9]),
-        ({"val_check_interval": 0.5}, 9, list(range(1, 10))),
-        ({"limit_train_batches": 2}, 6, [2, 4, 6]),
         ({"limit_train_batches": 0.7}, 6, [2, 4, 6]),
         ({"max_steps": 7, "max_epochs": -1}, 7, [3, 6, 7]),
         ({"fast_dev_run": 2}, 2, [2]),

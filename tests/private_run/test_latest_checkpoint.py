@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_run import Plain, loader, privacy, trainer
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.private_run.latest_checkpoint import latest_checkpoint
+from dp_lightning.private_run.resume import latest_checkpoint
 
 
 @pytest.fixture(scope="module")

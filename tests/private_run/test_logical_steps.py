@@ -1,18 +1,13 @@
 """One Lightning batch is one logical step: counts, positions in an epoch, interruptions and ranks."""
 
 import lightning.pytorch as pl
-import numpy as np
 import pytest
-import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.callbacks import ModelCheckpoint
 from plain_run import Plain, Stop, examples, held_out, loader, privacy, trainer
-from started_ranks import run_on_ranks
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 
-from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.private_run.logical_batches import LogicalBatch
-from dp_lightning.private_run.strategy_methods import StrategyMethods
 
 
 class Notes(Plain):
@@ -102,64 +97,13 @@ def test_fit_interruption_validate_and_fit_on_one_trainer(tmp_path):
     assert not vars(run.strategy).keys() & own.keys()
 
 
-def test_the_methods_of_the_strategy_are_put_on_and_taken_off_any_number_of_times(tmp_path):
-    run = trainer(tmp_path)
-    run.strategy.connect(Plain())
-    before = dict(vars(run.strategy))
-    methods = StrategyMethods(run, expected_batch_size=20, num_train=len)
-    methods.install(), methods.install()
-    assert run.strategy.training_step.__self__ is methods
-    methods.remove(), methods.remove()
-    assert vars(run.strategy) == before
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
-def test_a_hook_that_uses_the_batch_is_told_where_examples_are(hook, tmp_path):
+def test_a_hook_that_uses_the_batch_is_told_where_examples_are(tmp_path):
     class UsesBatch(Plain):
-        pass
+        def on_train_batch_start(self, batch, batch_idx):
+            batch[0].mean()
 
-    def use(module, *args):
-        next(arg for arg in args if isinstance(arg, LogicalBatch))[0].mean()
-
-    setattr(UsesBatch, hook, use)
     with pytest.raises(ModelError, match="holds no example"):
         trainer(tmp_path, privacy()).fit(UsesBatch(), loader())
-
-
-class TwoRanks(Notes):
-    """A spectral norm moves on by the weights alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.net[0] = torch.nn.utils.parametrizations.spectral_norm(self.net[0])
-
-    def on_train_start(self):
-        privacy_of(self.trainer).private_run.step._sampler.draw = lambda step: np.arange(1)  # none for rank 1
-
-
-def of_a_rank(folder, strategy):
-    """A run, after each kind of loader with another order is refused."""
-    for refused in samplers().values():
-        with pytest.raises(ConfigurationError, match="train_dataloader"):
-            trainer(folder, privacy(), devices=2, strategy=strategy).fit(Plain(), refused)
-    torch.manual_seed(0)
-    module = TwoRanks()
-    run = trainer(folder, privacy(), devices=2, strategy=strategy)
-    run.fit(module, loader())
-    torch.save(
-        {"state": module.state_dict(), "steps": module.steps, "global_step": run.global_step},
-        folder / f"rank{run.global_rank}.pt",
-    )
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "dp_ddp"])
-def test_a_rank_without_an_example_keeps_up(strategy, tmp_path):
-    ended = run_on_ranks(of_a_rank, tmp_path, 2, tmp_path, strategy)
-    assert ended.codes == [0, 0], ended.stderr
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1))
-    assert first["steps"] == second["steps"] == first["global_step"] == second["global_step"] == 9
-    for name, tensor in first["state"].items():
-        assert torch.equal(tensor, second["state"][name]), name
 
 
 class Reversed(DataLoader):
@@ -170,13 +114,15 @@ class Reversed(DataLoader):
 def samplers():
     data = examples()
     return {
-        "weighted": DataLoader(data, batch_size=7, sampler=WeightedRandomSampler([1.0] * 60, 60)),
+        "weighted": DataLoader(data, batch_size=7, sampler=(weighted := WeightedRandomSampler([1.0] * 60, 60))),
+        # As Lightning makes it for ranks.
+        "of ranks": DataLoader(data, batch_size=7, sampler=DistributedSamplerWrapper(weighted, num_replicas=2, rank=0)),
         "batches": DataLoader(data, batch_sampler=type("Mine", (BatchSampler,), {})(SequentialSampler(data), 7, False)),
         "subclass": Reversed(data, batch_size=7),
     }
 
 
-@pytest.mark.parametrize("name", ["weighted", "batches", "subclass"])
+@pytest.mark.parametrize("name", ["weighted", "of ranks", "batches", "subclass"])
 def test_a_sampler_of_ones_own_is_refused(name, tmp_path):
     with pytest.raises(ConfigurationError, match="train_dataloader"):
         trainer(tmp_path, privacy()).fit(Plain(), samplers()[name])

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from plain_run import CLASSES, N, Plain, by_loop, examples, flat, loader, trainer, without_noise
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
@@ -69,37 +68,13 @@ def contrastive(module, x, y):
     return F.cross_entropy(z, y) + (alike * (z @ z.T)).sum() / len(z)
 
 
-def mixed_up(module, x, y):
-    order = torch.randperm(len(x))
-    return (0.7 * each(module, 0.7 * x + 0.3 * x[order], y) + 0.3 * each(module, x, y[order])).mean()
-
-
-def of_shape_one(module, x, y):
-    return each(module, x, y)
-
-
-TOGETHER = [class_weights, ignored_labels, contrastive, mixed_up, of_shape_one]
-
-
-@pytest.mark.parametrize("loss_of", TOGETHER, ids=lambda loss_of: loss_of.__name__)
+@pytest.mark.parametrize("loss_of", [class_weights, ignored_labels, contrastive], ids=lambda loss_of: loss_of.__name__)
 def test_a_loss_over_the_batch_is_that_of_each_example(tmp_path, loss_of):
     require_equal(tmp_path, Own(loss_of), examples())
 
 
-class Scaled(Own):
-    """Has parameters of the LightningModule itself."""
-
-    def __init__(self):
-        super().__init__(lambda module, x, y: F.cross_entropy(module.heads["a"] * module.net(x), y))
-        self.heads = nn.ParameterDict({"a": torch.linspace(0.5, 1.5, CLASSES)})
-
-
 def plain_loss(module, x, y):
     return F.cross_entropy(module.net(x), y)
-
-
-def test_parameters_of_the_module_itself(tmp_path):
-    require_equal(tmp_path, Scaled(), examples())
 
 
 def by_a_mask(module, x, y):

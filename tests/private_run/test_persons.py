@@ -5,7 +5,6 @@ from plain_run import N, PhysicalBatches, Plain, examples, loader, privacy, trai
 from torch.utils.data import Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.lightning_modules.schedules import WarmupCosine
 
 PERSONS = 12
 
@@ -23,9 +22,8 @@ def for_persons(**kwargs):
 
 class Counted(Plain):
     def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
         self.steps = self.trainer.estimated_stepping_batches
-        return [optimizer], [{"scheduler": WarmupCosine(optimizer, num_steps=self.steps), "interval": "step"}]
+        return super().configure_optimizers()
 
 
 @pytest.mark.parametrize("images_per_group", [3, None])

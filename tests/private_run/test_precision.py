@@ -22,11 +22,10 @@ class Attention(nn.Module):
     ("precision", "middle"),
     [
         ("64-true", nn.Tanh),
-        ("bf16-mixed", nn.Tanh),
         ("bf16-mixed", Attention),
         ("bf16-mixed", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))),
     ],
-    ids=["64", "16", "attention", "weight norm"],
+    ids=["64", "attention", "weight norm"],
 )
 def test_precisions_end_near_float32_also_behind_what_autocast_makes_coarse(tmp_path, precision, middle):
     torch.manual_seed(0)

@@ -62,15 +62,13 @@ class Notes(pl.Callback):
 
 
 class Drift(pl.Callback):
-    """Makes one rank differ from the others in the last bits of one number, or in a buffer."""
-
-    def __init__(self, where):
-        self.where = where
+    """Makes one rank differ from the others in the last bits of a number of a parameter and of a buffer."""
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         if trainer.global_rank == 1:
             with torch.no_grad():
-                {"parameter": module.net[-1].bias, "buffer": module.scale}[self.where][0].add_(1e-6)
+                module.net[-1].bias[0].add_(1e-6)
+                module.scale[0].add_(1e-6)
 
 
 class Owned(Orthogonalize):
@@ -92,7 +90,7 @@ def main(settings):
         private._CPU = (1e-9, 0.0)
         others.append(PostProcessCallback([Momentum(0.9), owned]))
     if settings.get("drift"):
-        others.append(Drift(settings["drift"]))
+        others.append(Drift())
 
     def of_rank(group):
         return {name: values[place] for name, values in settings.get(group, {}).items()}

@@ -92,11 +92,10 @@ def test_two_ranks_that_go_on_end_where_two_that_were_not_stopped_end(tmp_path, 
         assert went_on[rank]["hashes"] == dealt_out[rank]["hashes"][8:]
 
 
-@pytest.mark.parametrize(("where", "name"), [("parameter", "net.4.bias"), ("buffer", "scale")])
-def test_replicas_that_drift_apart_are_found_at_the_end_of_an_epoch(tmp_path, where, name):
-    shown = run_on_ranks(main, tmp_path, 2, settings_of(tmp_path, 2, drift=where))
+def test_replicas_that_drift_apart_are_found_at_the_end_of_an_epoch(tmp_path):
+    shown = run_on_ranks(main, tmp_path, 2, settings_of(tmp_path, 2, drift=True))
     assert all(shown.codes)
-    assert f"models are no longer the same: {name}." in shown.stderr
+    assert "models are no longer the same: net.4.bias, scale." in shown.stderr
 
 
 def test_an_exchange_of_two_numbers_is_a_difference():
@@ -160,21 +159,19 @@ def test_ranks_compare_numbers_alone_of_what_a_data_set_keeps_for_each_element()
 
 
 def test_empty_shares_and_empty_draws_take_part(tmp_path):
-    ranks = fit(tmp_path, 2, privacy={"expected_batch_size": 1}, num_train=50, max_steps=60)
+    ranks = fit(tmp_path, 2, privacy={"expected_batch_size": 1}, num_train=50, max_steps=40)
     sizes = np.array([[len(drawn) for drawn in rank["drawn"]] for rank in ranks])
-    assert sizes.shape == (2, 60)
+    assert sizes.shape == (2, 40)
     assert (sizes.sum(axis=0) == 0).any()
     assert ((sizes == 0).any(axis=0) & (sizes.sum(axis=0) > 0)).any()
     assert ranks[0]["hashes"] == ranks[1]["hashes"]
-    assert [rank["steps"] for rank in ranks] == [60, 60]
+    assert [rank["steps"] for rank in ranks] == [40, 40]
     # What ranks log together is the mean over all examples, wherever they are.
     assert ranks[0]["losses"] == ranks[1]["losses"]
     assert min(max(ranks[0]["losses"]), 10) > 1
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("count", [0, 1, 7, 41])
-@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize(("size", "count", "num_ranks"), [(1, 7, 3), (2, 0, 2), (5, 1, 8), (5, 41, 2)])
 def test_every_rank_gets_as_many_physical_batches(num_ranks, count, size):
     shares = [list(cut(np.arange(count), size, rank=rank, num_ranks=num_ranks)) for rank in range(num_ranks)]
     assert len({len(share) for share in shares}) == 1
