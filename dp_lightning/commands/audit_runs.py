@@ -120,11 +120,9 @@ class AuditRuns:
         if self.plan.noise_multiplier == 0:
             raise ConfigurationError("privacy.noise_multiplier is 0: the run claims no privacy, so nothing is audited.")
         self.clip_plan: ClipPlan = cli.privacy.clip_plan
-        self.names = f"{type(cli.model).__name__}, {type(cli.datamodule).__name__}"
         self.sizes = {name: p.numel() for name, p in cli.model.named_parameters() if p.requires_grad}
         self.groups = list(self.clip_plan.groups(self.sizes).values())
         self.is_first = cli.trainer.is_global_zero
-        self.machine = f"{cli.trainer.world_size} processes on {cli.trainer.strategy.root_device.type}"
         self._length = _LENGTH * max(self.clip_plan.max_grad_norm, 1.0)
 
     @property

@@ -23,7 +23,7 @@ from dp_lightning.privacy.weights import digest_of
 from dp_lightning.private_run.resume import RUNS, SavedRun
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
-_FILE = "privacy_statement.json"
+STATEMENT_FILE = "privacy_statement.json"
 #: The weights that `dpl export` writes.
 EXPORTED = "model.safetensors"
 # Fields in which an earlier checkpoint of the same steps may say less, and those that follow or may differ.
@@ -35,7 +35,19 @@ Finding = tuple[str, str | None]
 
 def main(arguments: list[str]) -> None:
     """Print which checks hold and which fail; exits with 1 if one fails."""
-    options = _parser().parse_args(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="dpl verify",
+        description="Check the files of a run against each other: statement, journals, checkpoints. Exits with 1 if a "
+        "check fails.",
+    )
+    parser.add_argument("run", help="the folder of a run or of an export, or a checkpoint")
+    parser.add_argument(
+        "--head",
+        action="append",
+        default=[],
+        help="the name of the last step, from a statement that was kept elsewhere; may be repeated",
+    )
+    options = parser.parse_args(arguments[1:])
     place = Path(options.run)
     found = list(verify(place, options.head))
     for subject, finding in found:
@@ -52,22 +64,6 @@ def main(arguments: list[str]) -> None:
     sys.exit(1 if failed else 0)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dpl verify",
-        description="Check the files of a run against each other: statement, journals, checkpoints. Exits with 1 if a "
-        "check fails.",
-    )
-    parser.add_argument("run", help="the folder of a run or of an export, or a checkpoint")
-    parser.add_argument(
-        "--head",
-        action="append",
-        default=[],
-        help="the name of the last step, from a statement that was kept elsewhere; may be repeated",
-    )
-    return parser
-
-
 def verify(place: Path, heads: Iterable[str] = ()) -> Iterator[Finding]:
     """Check a run's folder with everything below it, an export, or a checkpoint.
 
@@ -78,11 +74,11 @@ def verify(place: Path, heads: Iterable[str] = ()) -> Iterator[Finding]:
         DataError: if there is nothing to check.
     """
     # The newest run of a plain Trainer's folder, or the folder itself.
-    runs = sorted(place.glob(f"{RUNS}/*/{_FILE}"), key=lambda path: path.stat().st_mtime)
-    statement = place / _FILE if (place / _FILE).exists() or not runs else runs[-1]
+    runs = sorted(place.glob(f"{RUNS}/*/{STATEMENT_FILE}"), key=lambda path: path.stat().st_mtime)
+    statement = place / STATEMENT_FILE if (place / STATEMENT_FILE).exists() or not runs else runs[-1]
     checkpoints = [place] if place.is_file() else sorted(place.rglob("*.ckpt"))
     if not checkpoints and not statement.exists():
-        raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")
+        raise DataError(f"{place} has no {STATEMENT_FILE} and no checkpoint. Give the folder of a private run.")
     found = _Found()
     for path in checkpoints:
         yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), found)
