@@ -34,30 +34,22 @@ _GREY = "grey: (299 R + 587 G + 114 B + 500) // 1000 of the resized and cropped 
 
 
 def main(arguments: list[str]) -> None:
-    """Write the files and print their paths."""
-    for path in export(_parser().parse_args(arguments[1:])):
-        print(path)
+    """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement, and print their paths.
 
-
-def export(options: argparse.Namespace) -> list[Path]:
-    """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
-
-    The checkpoint is first verified as by `dpl verify`, which can check ``out`` too: the folder has the journal up to
-    the checkpoint's steps, and the statement has the digest of each file. The statement's ``weights`` is the digest of
-    the tensors in ``model.safetensors``, whose metadata has the same statement without ``files``.
+    The checkpoint is first verified as by `dpl verify`, which can check the export's folder too: the folder has the
+    journal up to the checkpoint's steps, and the statement has the digest of each file. The statement's ``weights`` is
+    the digest of the tensors in ``model.safetensors``, whose metadata has the same statement without ``files``.
 
     ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after the normalisation of the data,
     and returns logits (n, classes); it includes what the module does to images, and for a linear probe the network that
     computes its features. ``onnx`` in ``model.json`` has every step from an image file to that input.
     ``model.safetensors`` has only the network's tensors, with low-rank additions merged into them.
 
-    Returns:
-        The paths of the files.
-
     Raises:
         ConfigurationError: naming the option and the fix.
         DataError: if the checkpoint cannot be read, or does not belong to the journal beside it.
     """
+    options = _parser().parse_args(arguments[1:])
     checkpoint, out = Path(options.ckpt_path), Path(options.out)
     if "onnx" in options.format and find_spec("onnxscript") is None:
         raise ConfigurationError("--format onnx needs onnxscript: pip install 'dp-lightning[export]'")
@@ -96,14 +88,13 @@ def export(options: argparse.Namespace) -> list[Path]:
         contents[EXPORTED] = save(tensors, {STATEMENT: json.dumps(statement.saved())})
     contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    written = list(replace(statement, files=digests).write(out))
+    print(*replace(statement, files=digests).write(out), sep="\n")
     for name, content in contents.items():
         with replacing(out / name) as file:
             file.write(content)
-        written.append(out / name)
+        print(out / name)
     if statement.release != "ok":
         print(f"The exported network is {statement.release}", file=sys.stderr)
-    return written
 
 
 def _module(weights: dict[str, Tensor], saved: SavedModel, module_class: str | None) -> pl.LightningModule:
