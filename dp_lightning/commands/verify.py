@@ -35,19 +35,7 @@ Finding = tuple[str, str | None]
 
 def main(arguments: list[str]) -> None:
     """Print which checks hold and which fail; exits with 1 if one fails."""
-    parser = argparse.ArgumentParser(
-        prog="dpl verify",
-        description="Check the files of a run against each other: statement, journals, checkpoints. Exits with 1 if a "
-        "check fails.",
-    )
-    parser.add_argument("run", help="the folder of a run or of an export, or a checkpoint")
-    parser.add_argument(
-        "--head",
-        action="append",
-        default=[],
-        help="the name of the last step, from a statement that was kept elsewhere; may be repeated",
-    )
-    options = parser.parse_args(arguments[1:])
+    options = _parser().parse_args(arguments[1:])
     place = Path(options.run)
     found = list(verify(place, options.head))
     for subject, finding in found:
@@ -62,6 +50,22 @@ def main(arguments: list[str]) -> None:
         "copy of the last step's name that is kept elsewhere (--head) reveals that."
     )
     sys.exit(1 if failed else 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dpl verify",
+        description="Check the files of a run against each other: statement, journals, checkpoints. Exits with 1 if a "
+        "check fails.",
+    )
+    parser.add_argument("run", help="the folder of a run or of an export, or a checkpoint")
+    parser.add_argument(
+        "--head",
+        action="append",
+        default=[],
+        help="the name of the last step, from a statement that was kept elsewhere; may be repeated",
+    )
+    return parser
 
 
 def verify(place: Path, heads: Iterable[str] = ()) -> Iterator[Finding]:
