@@ -1,4 +1,4 @@
-"""How many directions a matrix has, where the singular values of noise lie, and how fast Newton-Schulz converges.
+"""How many directions a matrix has, where the singular values of noise lie, and how large a signal is beside noise.
 
 The singular values of an m x n matrix (m <= n) of independent N(0, s^2) entries fill s [sqrt(n) - sqrt(m), sqrt(n) +
 sqrt(m)] with the density that Marchenko and Pastur 1967 give, in the limit of large matrices.
@@ -8,8 +8,6 @@ import math
 
 import torch
 from torch import Tensor
-
-from dp_lightning.postprocess import newton_schulz, polar_factor
 
 
 def participation_ratio(values: Tensor) -> Tensor:
@@ -23,20 +21,6 @@ def participation_ratio(values: Tensor) -> Tensor:
     """
     total = values.square().sum(-1)
     return torch.where(total > 0, values.sum(-1).square() / total, 0.0)
-
-
-def entropy_rank(values: Tensor) -> Tensor:
-    """The effective rank of Roy and Vetterli 2007, exp(-sum p log p) with p = s / sum s.
-
-    Args:
-        values: Singular values, (..., r).
-
-    Returns:
-        (...); zero for a zero matrix.
-    """
-    total = values.sum(-1, keepdim=True)
-    shares = values / torch.where(total > 0, total, 1.0)
-    return torch.where(total.squeeze(-1) > 0, torch.special.entr(shares).sum(-1).exp(), 0.0)
 
 
 def bulk_edges(rows: int, columns: int, *, noise_level: float) -> tuple[float, float]:
@@ -63,21 +47,21 @@ def bulk_density(values: Tensor, rows: int, columns: int, *, noise_level: float)
     return torch.where(inside > 0, inside / (math.pi * beta * y), 0.0) / (noise_level * math.sqrt(max(rows, columns)))
 
 
-def newton_schulz_cosines(matrix: Tensor, *, steps: int = 5, coefficients: str = "muon") -> Tensor:
-    """The cosine between the k-th iterate X_k and the polar factor U V^T, for k = 0 to ``steps``.
+def signal_to_noise(squares: float, count: int) -> float:
+    """The signal-to-noise ratio ||G|| / ||N|| of a privatized gradient over some steps, from the gradient alone.
 
-    X_0 is the matrix itself.
+    A privatized gradient of d parameters is G~ = G + N, where N has independent N(0, s^2) entries and s = sigma S / B
+    is known. Since E ||G~||^2 = ||G||^2 + s^2 d,
+
+        snr^2 = ||G||^2 / (s^2 d) = E ||G~||^2 / (s^2 d) - 1.
+
+    One step estimates snr^2 without bias, with a standard deviation of sqrt(2/d + 4 snr^2/d). Only the privatized
+    gradient enters, so the estimate is post-processing. The same holds for the gradient of one parameter tensor. The
+    average over steps is cut off at zero, and not its terms: if noise dominates, that would report the size of the
+    fluctuations as a signal.
 
     Args:
-        matrix: (..., m, n).
-        steps: Number of iterations, at least 1.
-        coefficients: As of `newton_schulz`.
-
-    Returns:
-        (steps + 1, ...), float64.
+        squares: Sum over the steps of ||G~||^2 / s^2, where s may differ from step to step.
+        count: Number of the numbers squared in it: d for each step.
     """
-    matrix = matrix.double()
-    exact = polar_factor(matrix)
-    iterates = [matrix]
-    iterates += [newton_schulz(matrix, steps=k, coefficients=coefficients) for k in range(1, steps + 1)]
-    return torch.stack([torch.cosine_similarity(x.flatten(-2), exact.flatten(-2), dim=-1) for x in iterates])
+    return math.sqrt(max(0.0, squares / count - 1))

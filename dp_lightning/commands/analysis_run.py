@@ -79,8 +79,6 @@ class AnalysisRun:
         num_batches: int = 1,
         batch_sizes: Sequence[int] | None = None,
     ) -> None:
-        if num_batches < 1:
-            raise ConfigurationError(f"--batches is {num_batches}; it must be at least 1.")
         cli = command_line(["fit", *arguments, "--trainer.logger", "false"], Stopped)
         self.module: pl.LightningModule = cli.model
         self.data: Any = cli.datamodule
@@ -93,7 +91,7 @@ class AnalysisRun:
         if self.settings["noise_multiplier"] == 0:
             raise ConfigurationError("privacy.noise_multiplier is 0: there is no noise to compare the signal with.")
         if checkpoint is not None:
-            self._load_weights(checkpoint)
+            self.module.load_state_dict(PrivateCheckpointIO().load_checkpoint(checkpoint)["state_dict"])
 
     @property
     def batch_sizes(self) -> list[int]:
@@ -137,13 +135,3 @@ class AnalysisRun:
         finally:
             del self.module.__dict__["configure_optimizers"]
         return measured
-
-    def _load_weights(self, checkpoint: Path) -> None:
-        saved = PrivateCheckpointIO().load_checkpoint(checkpoint)
-        try:
-            self.module.load_state_dict(saved["state_dict"])
-        except (KeyError, RuntimeError) as error:
-            raise ConfigurationError(
-                f"--ckpt-path {checkpoint} does not fit the configuration's model: {error}. Give the checkpoint of a "
-                "run with the same model."
-            ) from error

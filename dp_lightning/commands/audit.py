@@ -2,8 +2,8 @@
 
 The configuration's module takes steps at q = 1 on synthetic images. Canaries test whether the releases show who took
 part, the noise is tested by itself, and contributions are measured without noise. No private image is read and no
-model is kept. The page says what an audit can show and what it cannot. All tests together raise a false alarm with
-probability at most `FALSE_ALARM`, shared equally among them.
+model is kept. All tests together raise a false alarm with probability at most `FALSE_ALARM`, shared equally among them.
+docs/audit.md says what an audit can show and what it cannot.
 """
 
 import argparse
@@ -15,15 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 from torch import Tensor
 
 from dp_lightning.analysis.auditing import NoiseTests, gaussian_epsilon, mu_lower_bound
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.audit_runs import AuditRuns, Canaries
 from dp_lightning.commands.configs import with_paths
-from dp_lightning.errors import ConfigurationError
-from dp_lightning.experiments.document import Document
 from dp_lightning.privacy.accounting import epsilon
 
 FALSE_ALARM = 1e-4
@@ -38,36 +35,31 @@ _NOISE = {
     "steps": ("No noise is reused in another step", "correlation"),
     "tensors": ("No noise is reused in another tensor", "correlation"),
 }
-_LIMITS = (
-    "An audit finds noise that is too small or too large in a parameter, missing, reused or not normal, a contribution "
-    "above the clipping bound, and a claimed epsilon of these steps that is too small by about a factor of two. It "
-    "says nothing about the sampler and the account of steps with q below 1, since every example takes part in every "
-    "step here, about faults that need particular images, or about random numbers that somebody could guess. The lower "
-    "bounds treat the scores of canaries as independent, which they are if the noise is. An audit that finds nothing "
-    "is not a proof."
-)
 
 
 def main(arguments: list[str]) -> None:
-    """Audit and write a page; exits with 1 if a check fails."""
+    """Print which checks hold and which fail, and write their numbers; exits with 1 if one fails."""
     options, of_fit = _parser().parse_known_args(with_paths(arguments)[1:])
-    if not any(argument.startswith("--config") for argument in of_fit):
-        raise ConfigurationError("dpl audit needs the --config of a run, such as configs/wrn16_cifar10.yaml.")
-    if options.canaries < 1:
-        raise ConfigurationError(f"--canaries is {options.canaries}; it must be at least 1.")
     require_writable(options.out, "--out")
     audit = Audit(AuditRuns(of_fit), options.canaries)
     if not audit.runs.is_first:
         return
-    page = page_of(audit, options.out)
     with replacing(options.out / "numbers.json") as file:
         file.write((json.dumps(audit.to_dict(), indent=1) + "\n").encode())
-    page.publish("page")
-    sys.exit(1 if audit.failed else 0)
+    for check in audit.checks:
+        print(f"{'ok    ' if check.holds else 'FAILED'}  {check.subject}: {check.found}")
+    failed = sum(not check.holds for check in audit.checks)
+    print(
+        f"\n{failed} of {len(audit.checks)} checks failed."
+        if failed
+        else f"\nAll {len(audit.checks)} checks hold. That is no proof: an audit says nothing about the sampler, about "
+        "faults that need particular images, or about random numbers that somebody could guess."
+    )
+    sys.exit(1 if failed else 0)
 
 
 class Check(NamedTuple):
-    """One line of the page.
+    """One line of the output.
 
     Attributes:
         subject: What was checked.
@@ -80,6 +72,10 @@ class Check(NamedTuple):
     holds: bool
 
 
+Scores = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Scores of the canaries that take part, and of those that do not."""
+
+
 class Audit:
     """The checks of one configuration.
 
@@ -90,7 +86,6 @@ class Audit:
     Attributes:
         mu: Claimed mean score of the canaries that take part, sqrt(T) / sigma.
         claimed, shown: Epsilon of the steps with canaries by the plan's accountant, and the lower bound on it.
-        included, excluded: Scores of the canaries that take part, and of those that do not.
         shown_by_tensor: Lower bound from the canaries of each parameter alone.
         contributions: Largest contributions measured without noise, over the sensitivity, by subject.
     """
@@ -107,19 +102,17 @@ class Audit:
         )
         self.noise, claimed = NoiseTests(), runs.noise_standard_deviation
         runs.noise(lambda _, sums: self.noise.add({name: total / claimed for name, total in sums.items()}))
-        by_tensor = self._take_canaries(count)
+        together, by_tensor = self._take_canaries(count)
         self.contributions = self._take_contributions(count)
-        self.num_tests = len(self.noise) + 1 + len(by_tensor)
-        self.alpha = FALSE_ALARM / self.num_tests
-        self.shown = self._shown(self.included, self.excluded, self.mu)
+        self.alpha = FALSE_ALARM / (len(self.noise) + 1 + len(by_tensor))
+        self.shown = self._shown(*together, self.mu)
         of_one = self.mu / math.sqrt(len(runs.groups))  # the part of one clipping group
         self.shown_by_tensor = {name: self._shown(*scores, of_one) for name, scores in by_tensor.items()}
         self.noise_tests = list(self.noise.results())
         self.checks = [*self._noise_checks(), *self._canary_checks(), *self._contribution_checks()]
-        self.failed = [check for check in self.checks if not check.holds]
 
-    def _take_canaries(self, count: int) -> dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Set the scores of all canaries; returns those of each parameter's canaries."""
+    def _take_canaries(self, count: int) -> tuple[Scores, dict[str, Scores]]:
+        """The scores of all canaries, and those of each parameter's canaries alone."""
         totals: list[Tensor] = []
         chosen: list[Tensor] = []
         scale = self.runs.noise_standard_deviation * math.sqrt(self.steps)
@@ -130,10 +123,10 @@ class Audit:
             chosen[:] = [included.chosen, excluded.chosen]
 
         self.runs.canaries(count, self.steps, look)
-        self.included, self.excluded = (
+        included, excluded = (
             (score.sum(1) / which.sum(1).sqrt()).numpy() for score, which in zip(totals, chosen, strict=True)
         )
-        return {
+        return (included, excluded), {
             name: (totals[0][:, k][chosen[0][:, k]].numpy(), totals[1][:, k][chosen[1][:, k]].numpy())
             for k, name in enumerate(self.runs.sizes)
             if chosen[0][:, k].any() and chosen[1][:, k].any()
@@ -163,13 +156,6 @@ class Audit:
         found = mu_lower_bound(included, excluded, (mu / 2, mu), alpha=self.alpha)
         # Thresholds cannot tell larger values apart.
         return gaussian_epsilon(min(found, 50.0), self.plan.delta)
-
-    def doubled(self) -> float:
-        """The epsilon that canaries with typical scores would show if each contributed twice the bound."""
-        included, excluded = (
-            stats.norm.ppf((np.arange(len(scores)) + 0.5) / len(scores)) for scores in (self.included, self.excluded)
-        )
-        return self._shown(included + 2 * self.mu, excluded, self.mu)
 
     def _noise_checks(self) -> list[Check]:
         found = []
@@ -206,7 +192,7 @@ class Audit:
     def to_dict(self) -> dict[str, Any]:
         """The numbers of the audit by name."""
         return {
-            "holds": not self.failed,
+            "holds": all(check.holds for check in self.checks),
             "checks": [check._asdict() for check in self.checks],
             "epsilon_claimed": self.claimed,
             "epsilon_shown": self.shown,
@@ -219,40 +205,6 @@ class Audit:
 def _largest(values: Tensor) -> float:
     """The largest value, or infinity if one is NaN."""
     return float(values.nan_to_num(nan=math.inf).max())
-
-
-def page_of(audit: Audit, folder: Path) -> Document:
-    """The page of an audit: what was checked, and what an audit can and cannot show."""
-    plan, clip = audit.plan, audit.runs.clip_plan.describe()
-    page = Document(f"Audit: {audit.runs.names}", folder)
-    failed = audit.failed
-    page.say(f"{len(failed)} of {len(audit.checks)} checks FAILED." if failed else "All checks hold.")
-    page.say(
-        f"The private step of this configuration, {clip['kind']} clipping at {clip['max_grad_norm']:g} and noise "
-        f"multiplier {plan.noise_multiplier:.4g}, in {audit.runs.machine}. The images are synthetic: no private image "
-        "was read, and no model is kept."
-    )
-    if audit.runs.settings["privacy"].get("frozen_until"):
-        page.say("privacy.frozen_until is left out: each step audited is one of all parameters.")
-    lines = [[check.subject, "ok" if check.holds else "FAILED", check.found] for check in audit.checks]
-    page.table([["check", "", "found"], *lines])
-    page.say(
-        f"{audit.num_tests} tests of random numbers together raise a false alarm with probability at most "
-        f"{FALSE_ALARM:g}, and all lower bounds of epsilon (delta {plan.delta:g}) hold with probability "
-        f"{1 - FALSE_ALARM:.2%}. {len(audit.included)} canaries take part and {len(audit.excluded)} do not. If each "
-        f"contributed twice the bound, they would show an epsilon of about {audit.doubled():.3g}."
-    )
-    page.heading("What this can show, and what it cannot")
-    page.say(_LIMITS)
-    page.heading("The noise of each parameter")
-    by_name = {test.subject: test for test in audit.noise_tests if test.kind == "size"}
-    rows = [["parameter", "numbers", "deviation / claimed", "p", "epsilon at least"]]
-    for name, size in audit.runs.sizes.items():
-        test, shown = by_name[name], audit.shown_by_tensor.get(name)
-        bound = "too small for canaries" if shown is None else f"{shown:.3g}"
-        rows.append([name, str(size), f"{test.observed:.4f}", f"{test.p_value:.2g}", bound])
-    page.table(rows)
-    return page
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -269,5 +221,5 @@ def _parser() -> argparse.ArgumentParser:
         default=500,
         help="canaries that take part; more of them find smaller faults but take longer; default: 500",
     )
-    parser.add_argument("--out", type=Path, default=Path("audit"), help="folder of the page; default: audit")
+    parser.add_argument("--out", type=Path, default=Path("audit"), help="folder of numbers.json; default: audit")
     return parser

@@ -120,30 +120,21 @@ class AuditRuns:
         if self.plan.noise_multiplier == 0:
             raise ConfigurationError("privacy.noise_multiplier is 0: the run claims no privacy, so nothing is audited.")
         self.clip_plan: ClipPlan = cli.privacy.clip_plan
-        self.names = f"{type(cli.model).__name__}, {type(cli.datamodule).__name__}"
         self.sizes = {name: p.numel() for name, p in cli.model.named_parameters() if p.requires_grad}
         self.groups = list(self.clip_plan.groups(self.sizes).values())
         self.is_first = cli.trainer.is_global_zero
-        self.machine = f"{cli.trainer.world_size} processes on {cli.trainer.strategy.root_device.type}"
+        #: Standard deviation of the noise on the sum, as the configuration claims it.
+        self.noise_standard_deviation = self.plan.noise_on_sum(self.clip_plan.sensitivity)
         self._length = _LENGTH * max(self.clip_plan.max_grad_norm, 1.0)
 
-    @property
-    def noise_standard_deviation(self) -> float:
-        """Standard deviation of the noise on the sum, as the configuration claims it."""
-        return self.plan.noise_on_sum(self.clip_plan.sensitivity)
-
-    @property
-    def steps_of_noise(self) -> int:
-        """Enough steps for ``_DRAWS`` noise values, but from 8 to 32."""
-        return min(max(-(-_DRAWS // sum(self.sizes.values())), 8), 32)
-
     def noise(self, releases: Releases) -> None:
-        """Take ``steps_of_noise`` steps of noise alone."""
+        """Take enough steps of noise alone for ``_DRAWS`` noise values, but from 8 to 32."""
+        steps = min(max(-(-_DRAWS // sum(self.sizes.values())), 8), 32)
 
         def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
             return lambda batch: own(batch[0]) * 0.0
 
-        self._fit(step, _numbered, releases, examples=EXAMPLES, steps=self.steps_of_noise)
+        self._fit(step, _numbered, releases, examples=EXAMPLES, steps=steps)
 
     def canaries(
         self,

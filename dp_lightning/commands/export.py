@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.atomic_files import replacing, require_writable
-from dp_lightning.commands.verify import EXPORTED, verify
+from dp_lightning.commands.verify import EXPORTED, STATEMENT_FILE, verify
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import ImageClassifier, TimmModule
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.trained import merge_low_rank
-from dp_lightning.privacy.exported import FACTS
 from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
 from dp_lightning.privacy.statement import STATEMENT
 from dp_lightning.privacy.weights import digest_of
@@ -29,48 +28,34 @@ from dp_lightning.private_run.resume import SavedRun
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
-# The package that writes each format.
-_PACKAGES = {"safetensors": "safetensors", "onnx": "onnxscript"}
+_FORMATS = ("safetensors", "onnx")
 # ITU-R 601, as `ImageFiles` computes it.
 _GREY = "grey: (299 R + 587 G + 114 B + 500) // 1000 of the resized and cropped RGB image"
 
 
 def main(arguments: list[str]) -> None:
-    """Write the files and print their paths."""
-    for path in export(_parser().parse_args(arguments[1:])):
-        print(path)
+    """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement, and print their paths.
 
-
-def export(options: argparse.Namespace) -> list[Path]:
-    """Write ``model.safetensors``, ``model.onnx``, ``model.json`` and the privacy statement into ``out``.
-
-    The checkpoint is first verified as by `dpl verify`, which can check ``out`` too: the folder has the journal up to
-    the checkpoint's steps, and the statement has the digest of each file. The statement's ``weights`` is the digest of
-    the tensors in ``model.safetensors``, whose metadata has the same statement without ``files``.
+    The checkpoint is first verified as by `dpl verify`, which can check the export's folder too: the folder has the
+    journal up to the checkpoint's steps, and the statement has the digest of each file. The statement's ``weights`` is
+    the digest of the tensors in ``model.safetensors``, whose metadata has the same statement without ``files``.
 
     ``model.onnx`` takes images as the data module gives them, float32 (n, C, H, W) after the normalisation of the data,
     and returns logits (n, classes); it includes what the module does to images, and for a linear probe the network that
     computes its features. ``onnx`` in ``model.json`` has every step from an image file to that input.
     ``model.safetensors`` has only the network's tensors, with low-rank additions merged into them.
 
-    Returns:
-        The paths of the files.
-
     Raises:
         ConfigurationError: naming the option and the fix.
         DataError: if the checkpoint cannot be read, or does not belong to the journal beside it.
     """
+    options = _parser().parse_args(arguments[1:])
     checkpoint, out = Path(options.ckpt_path), Path(options.out)
-    formats = options.format or list(_PACKAGES)
-    for name in formats:
-        if find_spec(_PACKAGES[name]) is None:
-            raise ConfigurationError(f"--format {name} needs {_PACKAGES[name]}: pip install 'dp-lightning[export]'")
+    if "onnx" in options.format and find_spec("onnxscript") is None:
+        raise ConfigurationError("--format onnx needs onnxscript: pip install 'dp-lightning[export]'")
     require_writable(out, "--out")
-    for name in (EXPORTED, "model.onnx", "model.json", "privacy_statement.json"):
-        if (out / name).exists():
-            raise ConfigurationError(
-                f"--out {out} holds {name} of an earlier export. Give another folder, or remove that export."
-            )
+    if (out / STATEMENT_FILE).exists():
+        raise ConfigurationError(f"--out {out} holds the statement of other weights. Give another folder.")
     saved = PrivateCheckpointIO().load_checkpoint(checkpoint)
     run, model = SavedRun.read(saved), SavedModel.read(saved)
     if run is None:
@@ -83,57 +68,46 @@ def export(options: argparse.Namespace) -> list[Path]:
             f"{checkpoint} and the journal beside it do not belong together, so it is not exported: "
             f"{'; '.join(wrong)}. Use the checkpoint as the run left it, with the journal of its folder."
         )
-    module = _module(checkpoint, saved["state_dict"], model, options.module_class)
+    module = _module(saved["state_dict"], model, options.module_class)
     tensors = _tensors(module)
     statement = replace(run.statement, weights=digest_of(tensors))
     facts: dict[str, Any] = {
         "class_path": model.class_path,
         "settings": dict(model.settings),
         **{name: model.data.get(name) for name in ("features", "resized_to", "class_names")},
-        "num_steps": statement.ledger.num_steps,
-        "epsilon": statement.to_dict()["epsilon"],
-        "delta": statement.plan.delta,
-        "release": statement.release,
         "checkpoint": run.statement.weights,
     }
     journal = journal_name(statement.run)
     steps = read_journal(checkpoint.parent / journal, statement.run)
     contents = {journal: journal_of(up_to(statement.journal_head, steps))}
-    if "onnx" in formats:
+    if "onnx" in options.format:
         contents["model.onnx"], facts["onnx"] = _onnx_of(module, model, options)
-    if "safetensors" in formats:
+    if "safetensors" in options.format:
         from safetensors.torch import save
 
-        said = {FACTS: json.dumps(facts, default=str), STATEMENT: json.dumps(statement.saved())}
-        contents[EXPORTED] = save(tensors, said)
+        contents[EXPORTED] = save(tensors, {STATEMENT: json.dumps(statement.saved())})
     contents["model.json"] = (json.dumps(facts, indent=2, default=str) + "\n").encode()
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    written = list(replace(statement, files=digests).write(out))
+    print(*replace(statement, files=digests).write(out), sep="\n")
     for name, content in contents.items():
         with replacing(out / name) as file:
             file.write(content)
-        written.append(out / name)
+        print(out / name)
     if statement.release != "ok":
         print(f"The exported network is {statement.release}", file=sys.stderr)
-    return written
 
 
-def _module(
-    checkpoint: Path, weights: dict[str, Tensor], saved: SavedModel, module_class: str | None
-) -> pl.LightningModule:
+def _module(weights: dict[str, Tensor], saved: SavedModel, module_class: str | None) -> pl.LightningModule:
     """The module of the checkpoint, as it was trained, with low-rank additions merged into the weights."""
     kind = saved.module_class(trusted=module_class)
     if kind is None:
         raise ConfigurationError(
-            f"The module of {checkpoint} is of the class {saved.class_path or '(not named)'}. A file does not choose "
+            f"The module of the checkpoint is of the class {saved.class_path or '(not named)'}. A file does not choose "
             "which code runs: if this is your own LightningModule, trained by `dpl fit`, name it with --module-class."
         )
     with without_weights():
         module: pl.LightningModule = kind(**saved.arguments_of(kind))
-    try:
-        module.load_state_dict(weights)
-    except RuntimeError as error:
-        raise DataError(f"{checkpoint} does not fit {kind.__name__}: {str(error).splitlines()[-1].strip()}") from error
+    module.load_state_dict(weights)
     if isinstance(module, TimmModule):
         merge_low_rank(module.model)
     return module.eval()
@@ -227,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ckpt-path", "--ckpt_path", required=True, help="checkpoint of a private run")
     add("--out", required=True, help="folder for the files")
-    add("--format", nargs="+", choices=tuple(_PACKAGES), help="default: both")
+    add("--format", nargs="+", choices=_FORMATS, default=_FORMATS, help="default: both")
     add("--image-size", "--image_size", type=int, help="height and width, if the checkpoint does not say")
     add("--module-class", "--module_class", help="class of the module, package.module.Class, if it is your own")
     add(

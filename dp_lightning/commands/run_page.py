@@ -117,7 +117,7 @@ def _snr(page: Document, snr: Mapping[str, Any]) -> None:
     steps, by_parameter = snr["steps"][-1], snr["by_parameter"]
     whole = {"size": sum(fact["size"] for fact in by_parameter.values()), "snr": snr["snr"]}
     for name, fact in {"whole gradient": whole, **by_parameter}.items():
-        # The deviation of the estimate of snr^2 where there is no signal: see analysis/signal_to_noise.py.
+        # The deviation of the estimate of snr^2 where there is no signal: see analysis/spectra.py.
         numbers = fact["snr"][0], fact["snr"][-1], (2 / (fact["size"] * steps)) ** 0.25 if steps else None
         rows.append([name, str(fact["size"]), *("-" if number is None else f"{number:.3f}" for number in numbers)])
     page.table(rows)

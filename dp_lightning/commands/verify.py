@@ -23,7 +23,7 @@ from dp_lightning.privacy.weights import digest_of
 from dp_lightning.private_run.resume import RUNS, SavedRun
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
-_FILE = "privacy_statement.json"
+STATEMENT_FILE = "privacy_statement.json"
 #: The weights that `dpl export` writes.
 EXPORTED = "model.safetensors"
 # Fields in which an earlier checkpoint of the same steps may say less, and those that follow or may differ.
@@ -78,11 +78,11 @@ def verify(place: Path, heads: Iterable[str] = ()) -> Iterator[Finding]:
         DataError: if there is nothing to check.
     """
     # The newest run of a plain Trainer's folder, or the folder itself.
-    runs = sorted(place.glob(f"{RUNS}/*/{_FILE}"), key=lambda path: path.stat().st_mtime)
-    statement = place / _FILE if (place / _FILE).exists() or not runs else runs[-1]
+    runs = sorted(place.glob(f"{RUNS}/*/{STATEMENT_FILE}"), key=lambda path: path.stat().st_mtime)
+    statement = place / STATEMENT_FILE if (place / STATEMENT_FILE).exists() or not runs else runs[-1]
     checkpoints = [place] if place.is_file() else sorted(place.rglob("*.ckpt"))
     if not checkpoints and not statement.exists():
-        raise DataError(f"{place} has no {_FILE} and no checkpoint below it. Give the folder of a private run.")
+        raise DataError(f"{place} has no {STATEMENT_FILE} and no checkpoint. Give the folder of a private run.")
     found = _Found()
     for path in checkpoints:
         yield from _of_checkpoint(path, path.name if path == place else str(path.relative_to(place)), found)

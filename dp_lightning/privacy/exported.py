@@ -8,9 +8,9 @@ from dp_lightning.errors import DataError
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
 
-# Names in the metadata: of the facts that stand in `model.json` too; of the recipe by which `dpl pretrain` has made the
-# weights, of their digest, and of what they come from, in words.
-FACTS, RECIPE, TENSORS, SOURCE = "facts", "recipe", "tensors", "source"
+# Names in the metadata: of the recipe by which `dpl pretrain` has made the weights, of their digest, and of what they
+# come from, in words.
+RECIPE, TENSORS, SOURCE = "recipe", "tensors", "source"
 #: What the weights of `dpl pretrain` come from.
 RANDOM_IMAGES = "images from random processes: no private data, no photographs"
 

@@ -6,12 +6,7 @@ import statistics
 import pytest
 import torch
 
-from dp_lightning.analysis import (
-    detection_batch_size,
-    direction_recovery,
-    participation_ratio,
-    recovery_batch_size,
-)
+from dp_lightning.analysis import detection_norm, direction_recovery, participation_ratio, recovery_gap
 from dp_lightning.experiments.results import published
 from dp_lightning.privacy.plan import RunShape
 
@@ -21,20 +16,18 @@ IMAGENET = published()["recovery_imagenet"]
 
 def recovered(layer, batch_sizes, noise_multipliers):
     return [
-        recovery_batch_size(layer["gap"], *layer["shape"], noise_multiplier=sigma) <= batch_size
+        recovery_gap(*layer["shape"], noise_level=sigma / batch_size) <= layer["gap"]
         for batch_size, sigma in zip(batch_sizes, noise_multipliers, strict=True)
     ]
 
 
-@pytest.mark.parametrize("name", CIFAR10["layers"])
-def test_the_papers_thresholds_on_cifar10_come_out_cell_by_cell(name):
-    layer = CIFAR10["layers"][name]
-    assert recovered(layer, CIFAR10["batch_sizes"], CIFAR10["noise_multipliers"]) == layer["recovered"]
-
-
-def test_the_table_has_21_layers_of_which_18_recover_at_the_smallest_batch():
-    columns = list(zip(*(layer["recovered"] for layer in CIFAR10["layers"].values()), strict=True))
-    assert [sum(column) for column in columns] == [18, 21, 21, 21, 21, 21]
+def test_the_papers_thresholds_on_cifar10_come_out_cell_by_cell():
+    found = {
+        name: recovered(layer, CIFAR10["batch_sizes"], CIFAR10["noise_multipliers"])
+        for name, layer in CIFAR10["layers"].items()
+    }
+    assert found == {name: layer["recovered"] for name, layer in CIFAR10["layers"].items()}
+    assert [sum(column) for column in zip(*found.values(), strict=True)] == [18, 21, 21, 21, 21, 21]
 
 
 def test_the_papers_thresholds_on_imagenet_do_not_come_out():
@@ -60,10 +53,9 @@ def test_the_papers_thresholds_on_imagenet_do_not_come_out():
 
 def test_the_detection_threshold_is_the_lower_one():
     for rows, columns, ratio in ((64, 64, 2.0), (64, 576, 4 / 3**0.5)):
-        recovery = recovery_batch_size(0.3, rows, columns, noise_multiplier=1.5, sensitivity=2.0)
-        detection = detection_batch_size(0.3, rows, columns, noise_multiplier=1.5, sensitivity=2.0)
-        assert recovery / detection == pytest.approx(ratio)
-        assert recovery == pytest.approx(1.5 * 2.0 * (rows**0.5 + columns**0.5) / 0.3)
+        recovery = recovery_gap(rows, columns, noise_level=1.5)
+        assert recovery / detection_norm(rows, columns, noise_level=1.5) == pytest.approx(ratio)
+        assert recovery == pytest.approx(1.5 * (rows**0.5 + columns**0.5))
 
 
 def direction_cosine(top, rows, columns, *, noise_level):
@@ -78,37 +70,19 @@ def direction_cosine(top, rows, columns, *, noise_level):
 
 
 @pytest.mark.parametrize("shape", [(64, 576), (256, 128)])
-@pytest.mark.parametrize("strength", [1.2, 2.0, 4.0])
+@pytest.mark.parametrize("strength", [1.2, 4.0])
 def test_the_simulated_recovery_of_one_direction_is_that_of_the_closed_form(shape, strength):
     top = strength * max(shape) ** 0.5 * 0.01
     expected = direction_cosine(top, *shape, noise_level=0.01)
-    found = direction_recovery(torch.tensor([top]), *shape, noise_level=0.01, trials=200)
-    assert len(found) == 200
+    found = direction_recovery(torch.tensor([top]), *shape, noise_level=0.01, trials=100)
+    assert len(found) == 100
     # The limit of large matrices; near the threshold, 0.84 for the second shape, it is 1 % off.
     assert float(found.mean()) == pytest.approx(expected, abs=0.02)
 
 
-def test_without_a_gap_nothing_is_recovered():
-    assert recovery_batch_size(0.0, 3, 4, noise_multiplier=1.0) == math.inf
-    assert detection_batch_size(0.0, 3, 4, noise_multiplier=1.0) == math.inf
-
-
-def test_a_direction_below_the_detection_threshold_is_lost():
-    rows, columns, level = 256, 2304, 1.0
-    threshold = level * (rows * columns) ** 0.25
-    found = direction_recovery(torch.tensor([0.3 * threshold]), rows, columns, noise_level=level, trials=20)
-    assert float(found.mean()) < 0.2  # two random directions of 256 dimensions: 0.05
-
-
-def test_draws_differ_and_repeat_with_the_seed(monkeypatch):
-    def draw(seed):
-        return direction_recovery(torch.tensor([3.0, 1.0]), 16, 40, noise_level=0.2, trials=8, seed=seed)
-
-    assert torch.equal(draw(0), draw(0))
-    assert len(draw(0).unique()) == 8
-    assert not torch.equal(draw(0), draw(1))
+def test_draws_differ_also_in_portions(monkeypatch):
     monkeypatch.setattr("dp_lightning.analysis.recovery._ENTRIES", 3 * 16 * 40)
-    assert len(draw(0).unique()) == 8  # in portions
+    assert len(direction_recovery(torch.tensor([3.0, 1.0]), 16, 40, noise_level=0.2, trials=8).unique()) == 8
 
 
 def test_recovery_rises_with_the_batch_size_as_in_the_papers_overview():
@@ -123,7 +97,7 @@ def test_recovery_rises_with_the_batch_size_as_in_the_papers_overview():
     found = {}
     for batch_size, sigma, signal in zip(snr["batch_sizes"], snr["noise_multipliers"], snr["signal"], strict=True):
         values = 0.5**0.5 * signal * spectrum
-        cosines = direction_recovery(values, 256, 2304, noise_level=sigma / batch_size, trials=20)
+        cosines = direction_recovery(values, 256, 2304, noise_level=sigma / batch_size, trials=5)
         found[batch_size] = float(cosines.mean())
     assert found[256] == pytest.approx(0.90, abs=0.02)
     assert 0.96 < found[512] < 0.985

@@ -32,25 +32,15 @@ def audit(out, *options):
     return numbers, [check["subject"] for check in numbers["checks"] if not check["holds"]]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--privacy.frozen_until", '{"model.features.*": 0.3}'],
-        [*LAYERS, "--privacy.augmult", "2"],
-    ],
-    ids=["frozen at first", "layers, views and DiSK"],
-)
-def test_an_honest_configuration_passes_and_leaves_a_page(tmp_path, options):
-    numbers, failed = audit(tmp_path, *options)
+def test_an_honest_configuration_passes(tmp_path, capsys):
+    frozen = ["--privacy.frozen_until", '{"model.features.*": 0.3}']
+    numbers, failed = audit(tmp_path, *LAYERS, *frozen, "--privacy.augmult", "2")
     assert failed == []
     assert 0 < numbers["epsilon_shown"] < numbers["epsilon_claimed"]
     # The canaries reach the bound: without that they would show nothing.
     assert numbers["contributions"]["Largest contribution of a canary"] == pytest.approx(1.0, abs=1e-5)
     assert numbers["contributions"]["Largest contribution by the module's own loss"] == pytest.approx(1.0, abs=1e-5)
-    page = (tmp_path / "page.html").read_text()
-    for text in ("All checks hold.", "What this can show, and what it cannot"):
-        assert text in page
-    assert ("privacy.frozen_until is left out" in page) == ("--privacy.frozen_until" in options)
+    assert "All 9 checks hold." in capsys.readouterr().out
 
 
 def test_a_planted_fault_is_found(faults, tmp_path):
@@ -73,18 +63,11 @@ def test_the_claim_about_persons_is_that_of_a_run_that_counts_persons(tmp_path):
     assert runs.plan.sample_rate == 2 / runs.plan.num_train
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "needs the --config"),
-        (["digits", "--canaries", "0"], "--canaries is 0"),
-        ([*QUICK, "--privacy.noise_multiplier", "0", "--privacy.not_private", "true"], "claims no privacy"),
-    ],
-)
-def test_what_cannot_be_audited_is_refused(options, message, tmp_path, capsys):
+def test_a_run_without_noise_is_refused(tmp_path, capsys):
+    without = ["--privacy.noise_multiplier", "0", "--privacy.not_private", "true"]
     with pytest.raises(SystemExit, match="2"):
-        main(["audit", *options, "--out", str(tmp_path)])
-    assert message in capsys.readouterr().err
+        main(["audit", *QUICK, *without, "--out", str(tmp_path)])
+    assert "claims no privacy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("groups", [[["a", "b", "c"]], [["a", "b"], ["c"]]], ids=["flat", "per layer"])

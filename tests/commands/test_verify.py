@@ -83,10 +83,6 @@ def in_step(number, old, new):
     return lambda lines: [*lines[:number], lines[number].replace(old, new), *lines[number + 1 :]]
 
 
-def without_step(*numbers):
-    return lambda lines: [line for place, line in enumerate(lines) if place not in numbers]
-
-
 def claims(saved):
     return saved[PRIVATE_RUN]["statement"]
 
@@ -102,24 +98,17 @@ EDITS = {
     "a field less": of_statement(lambda facts: json.dumps({n: v for n, v in facts.items() if n != "clipping"})),
     "a field more": of_statement(lambda facts: json.dumps({**facts, "approved": "yes"})),
     "no statement": of_statement(lambda facts: "[1, 2]"),
-    "no JSON": of_statement(lambda facts: "fine"),
     "the page": lambda run: statement(run).with_suffix(".md").write_text("differentially private"),
-    "page taken away": lambda run: statement(run).with_suffix(".md").unlink(),
     "a weight": of_checkpoint(lambda saved: next(iter(saved["state_dict"].values())).view(-1)[0].add_(1e-3)),
-    "a weight by another name": of_checkpoint(
-        lambda saved: saved["state_dict"].update(other=saved["state_dict"].pop("net.0.bias"))
-    ),
     "a weight of an earlier checkpoint": of_checkpoint(
         lambda saved: saved["state_dict"]["net.0.weight"].zero_(), "step=3.ckpt"
     ),
-    "digest of a checkpoint": of_claims(weights="0" * 64),
     "steps of a checkpoint": of_checkpoint(lambda saved: saved.update(global_step=99)),
     "lost steps of a checkpoint": of_claims(lost_steps=-3),
     "ledger and steps of a checkpoint": of_checkpoint(fewer_steps),
     "sigma in the ledger of a checkpoint": of_claims(ledger=[[9.0, 1 / 3, 9]]),
     "head of a checkpoint": of_claims(journal_head=""),
     "run of a checkpoint": of_claims(run="another"),
-    "statement of a checkpoint in words": of_checkpoint(lambda saved: saved[PRIVATE_RUN].update(statement="ok")),
     "run of a checkpoint taken away": of_checkpoint(lambda saved: saved.pop(PRIVATE_RUN)),
     "checkpoint cut short": lambda run: (run / "checkpoints" / "last.ckpt").write_bytes(
         (run / "checkpoints" / "last.ckpt").read_bytes()[:-100]
@@ -130,9 +119,7 @@ EDITS = {
     ],
     "sigma in a journal": of_journal(in_step(2, b'"noise_multiplier": 1.0', b'"noise_multiplier": 9.0')),
     "q of the last step": of_journal(in_step(8, b"0.33333", b"0.00333"), 1),
-    "a step of a journal less": of_journal(without_step(4)),
-    "last steps of a journal less": of_journal(without_step(7, 8)),
-    "all steps of a journal less": of_journal(without_step(*range(9)), 1),
+    "last steps of a journal less": of_journal(lambda lines: lines[:7]),
     "journal taken away": lambda run: next(run.glob("privacy_journal_*.jsonl")).unlink(),
 }
 
@@ -169,25 +156,6 @@ def altered(value):
     if isinstance(value, list | tuple):
         return type(value)([*value[1:]] if value else ["another"])
     return "another" if value is None else f"{value}, or another"
-
-
-def leaves(values, place=()):
-    """The places of all values in nested mappings and lists, and of those themselves."""
-    items = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
-    for key, value in items:
-        yield (*place, key)
-        yield from leaves(value, (*place, key))
-
-
-def test_an_edit_of_any_field_of_the_statement_is_found(run):
-    text = statement(run).read_text()
-    for *above, last in leaves(json.loads(text)):
-        facts = inner = json.loads(text)
-        for key in above:
-            inner = inner[key]
-        inner[last] = altered(inner[last])
-        statement(run).write_text(json.dumps(facts))
-        assert failed(run), (*above, last)
 
 
 def plans(plan):

@@ -28,7 +28,7 @@ def test_the_bound_is_below_mu_and_comes_close_with_many_canaries():
     noise, mu = np.random.default_rng(0), 1.5
     bounds = [
         mu_lower_bound(noise.normal(mu, size=500), noise.normal(size=2000), (mu / 2, mu), alpha=0.05)
-        for _ in range(200)
+        for _ in range(100)
     ]
     # Clopper and Pearson's bounds, and the union over rates and thresholds, leave room below 5 %.
     assert np.mean(np.array(bounds) > mu) <= 0.05
@@ -56,11 +56,11 @@ def failed(tests):
 
 def test_honest_noise_passes_and_its_p_values_are_uniform():
     generator = torch.Generator().manual_seed(3)
-    found = [of(*honest(generator=generator)) for _ in range(40)]
+    found = [of(*honest(generator=generator)) for _ in range(20)]
     assert not set().union(*map(failed, found))
     values = np.array([test.p_value for tests in found for test in tests.results()])
     for level in (0.01, 0.1, 0.5):
-        # About 1,600 tests, some of them of the same numbers.
+        # About 800 tests, some of them of the same numbers.
         assert np.mean(values < level) == pytest.approx(level, abs=6 * math.sqrt(level / len(values)))
 
 
