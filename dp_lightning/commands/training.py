@@ -278,9 +278,6 @@ class TrainingCLI(CommandLine):
             if isinstance(callback, SaveConfigCallback) and (asked is not None or SLURMEnvironment.detect()):
                 # A resumed run may use its earlier log folder again.
                 callback.overwrite = True
-        check_files = getattr(self.datamodule, "check_files", None)
-        if check_files is not None:
-            check_files()
 
     def after_fit(self) -> None:
         """Print what can be done with the best or last checkpoint of the run."""
