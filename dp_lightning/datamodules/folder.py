@@ -62,6 +62,7 @@ class ImageFolder(ImageDataModule):
 
     #: The names of the folders in ``root`` that are read.
     split_names: tuple[Split, ...] = ("train", "val", "test")
+    image_size = 64
     in_channels = 3
 
     def __init__(
@@ -79,8 +80,8 @@ class ImageFolder(ImageDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.in_channels = in_channels
-        self.root, self.size = Path(root), image_size
+        self.root = Path(root)
+        self.image_size, self.in_channels = image_size, in_channels
         self.flip, self.read_first = flip, read_first
         if (group_file is None) != (group_column is None) or (group_folders and group_file is not None):
             raise ConfigurationError(
@@ -89,10 +90,6 @@ class ImageFolder(ImageDataModule):
             )
         self.group_folders = group_folders
         self.group_file, self.group_column, self.file_column = group_file, group_column, file_column
-
-    @property
-    def image_size(self) -> int:
-        return self.size
 
     @property
     def num_classes(self) -> int:

@@ -167,7 +167,7 @@ def test_the_length_of_features_is_that_of_the_networks_output(tmp_path):
 
 
 def test_scattering_needs_no_weights_and_keeps_maps_in_16_bits(tmp_path):
-    images = arrays(tmp_path)
+    images = arrays(tmp_path, n=8)
     data = CachedFeatures(images, "scattering", cache=str(tmp_path / "cache"), backbone_kwargs={"angles": 2})
     data.prepare_data()
     data.setup("fit")

@@ -62,19 +62,14 @@ def test_validation_loaders_are_named(arguments, names):
 
 def test_worker_processes_give_the_same_images():
     data = Digits(num_workers=1, eval_batch_size=360)
-    (batch,) = data.val_dataloader()["test"]
-    images, labels = batch
+    ((images, labels),) = data.val_dataloader()["test"]
     assert torch.equal(images, images_of(data.test_dataset))
     assert torch.equal(labels, data.test_dataset.labels)
 
 
-def arrays() -> ImageDataset:
-    images = torch.randint(1, 255, (6, 3, 8, 8), dtype=torch.uint8)
-    return ImageDataset(ArraySource(images, torch.arange(6)), torch.arange(6), None)
-
-
 def test_a_batched_fetch_takes_any_indices_and_collates():
-    dataset = arrays()
+    source = ArraySource(torch.randint(1, 255, (6, 3, 8, 8), dtype=torch.uint8), torch.arange(6))
+    dataset = ImageDataset(source, torch.arange(6), None)
     assert dataset.__getitems__([]) == []
     pairs = dataset.__getitems__([5, 0, 5])
     assert [label for _, label in pairs] == [5, 0, 5]
@@ -106,14 +101,14 @@ def test_every_shift_and_mirror_image_is_drawn_equally_often(padding, flip, edge
     assert all(abs(found - 100) < 5 * 10 for found in counts)
 
 
-def test_evaluation_and_validation_images_are_not_augmented(tmp_path):
+def test_validation_images_are_not_augmented(tmp_path):
     images = np.random.default_rng(0).integers(0, 255, (20, 8, 8, 3), dtype=np.uint8)
     labels = np.arange(20) % 2
     np.savez(tmp_path / "a.npz", train_images=images, train_labels=labels)
     data = NpzImages(str(tmp_path / "a.npz"), val_fraction=0.5)
-    first, second = images_of(data.val_dataset), images_of(data.val_dataset)
-    assert torch.equal(first, second)
-    assert torch.equal(first, torch.from_numpy(images).permute(0, 3, 1, 2)[data.val_dataset.indices])
+    assert torch.equal(
+        images_of(data.val_dataset), torch.from_numpy(images).permute(0, 3, 1, 2)[data.val_dataset.indices]
+    )
 
 
 def test_mean_and_std_normalise_each_channel(tmp_path):

@@ -25,16 +25,11 @@ SIZES = {
     SVHN: (73_257, 10, 3, 32),
 }
 DATASETS = tuple(SIZES)
-# Those of torchvision that compare checksums and download.
+# Modules of torchvision that compare checksums and download.
 MODULES = (
     torchvision.datasets.cifar,
     torchvision.datasets.svhn,
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 def write_cifar10(root: Path, labels: list[int]) -> None:
