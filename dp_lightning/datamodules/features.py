@@ -18,7 +18,6 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -27,7 +26,6 @@ from tqdm import tqdm
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ImageDataset, normalized
-from dp_lightning.errors import DataError
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.person_ids import Group
@@ -72,8 +70,7 @@ class CachedFeatures(lightning.LightningDataModule):
         backbone_kwargs: Further arguments of the network; ``scales`` (2) and ``angles`` (8) of scattering.
 
     Raises:
-        ConfigurationError: The network cannot be built.
-        DataError: A file of the cache is damaged.
+        ConfigurationError: The network cannot be built, or nothing can be written to ``cache``.
     """
 
     #: Features need no normalisation.
@@ -170,7 +167,7 @@ class CachedFeatures(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         for split, dataset in self._datasets(stage).items():
             if split not in self._sets:
-                features = torch.cat([_read(path) for path in self._files(split, dataset)])
+                features = torch.cat([load_file(path)["features"] for path in self._files(split, dataset)])
                 self._sets[split] = _FeatureSet(features, dataset.labels)
                 self._sets[split].groups = dataset.groups
 
@@ -222,15 +219,3 @@ class CachedFeatures(lightning.LightningDataModule):
             save_file({"features": torch.cat(features)}, file.name)
         rank_zero_info(f"{what} are in {self.folder}.")
         self._network = network.cpu()
-
-
-def _read(path: Path) -> Tensor:
-    """Return the features in a file.
-
-    Raises:
-        DataError: The file is damaged.
-    """
-    try:
-        return load_file(path)["features"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise DataError(f"{path} cannot be read ({error}). Remove it, and it will be computed again.") from error

@@ -37,7 +37,8 @@ class ImageFolder(ImageDataModule):
     The shorter side is resized to ``image_size`` and the centre is cropped. ``root/val`` is the validation set and
     ``root/test`` the test set; if there is only ``root/val``, it is the test set. Classes are the names of the folders
     in ``root/train``, in alphabetical order; the other sets may lack some of them. A warning counts the files without
-    the extension of an image. The values of 16-bit grey images range from 0 to 65,535.
+    the extension of an image, and an image at another depth of the tree is an error. The values of 16-bit grey images
+    range from 0 to 65,535.
 
     Args:
         root: Folder that holds ``train`` and ``val`` or ``test``.

@@ -246,14 +246,6 @@ def test_other_images_have_files_of_their_own(tmp_path, weights, changed):
     assert torch.equal(data._sets["train"].tensors[1], images.train_dataset.labels)
 
 
-def test_a_damaged_file_is_named(tmp_path, weights):
-    data = ready(arrays(tmp_path), tmp_path, weights)
-    (path,) = data.folder.glob("train-*")
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match=rf"{path.name} cannot be read.*Remove it"):
-        ready(arrays(tmp_path), tmp_path, weights)
-
-
 @pytest.mark.parametrize("change", ["weights", "size", "nothing"])
 def test_what_changes_features_changes_their_folder(tmp_path, weights, change):
     settings = {"weights": weights, "input_size": 32, "cache": str(tmp_path)}
