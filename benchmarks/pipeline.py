@@ -12,7 +12,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from measuring import arguments, memory_mib
 from PIL import Image
-from torchvision.io import ImageReadMode, decode_image, read_file
 
 from dp_lightning.datamodules import ImageNet
 from dp_lightning.privacy import PoissonSampler, PrivacyPlan, PrivateStep
@@ -72,19 +71,12 @@ def by_pil(path: str) -> np.ndarray:
         return np.asarray(image.convert("RGB"))
 
 
-DECODERS: dict[str, Callable[[str], object]] = {
-    "torchvision": lambda path: decode_image(read_file(path), ImageReadMode.RGB),
-    "PIL": by_pil,
-}
-
-
-def of_decoder(root: Path, images: int, decode: Callable[[str], object]) -> float:
-    """Images per second of processor time of a decoder alone."""
+def of_decoder(root: Path, images: int) -> float:
+    """Images per second of processor time of the decoder alone."""
     paths = [str(root / "pool" / f"{number}.JPEG") for number in range(_DIFFERENT)]
-    decode(paths[0])
     start = processor_seconds()
     for number in range(images):
-        decode(paths[number % _DIFFERENT])
+        by_pil(paths[number % _DIFFERENT])
     return images / (processor_seconds() - start)
 
 
@@ -144,9 +136,8 @@ def main(given: Sequence[str] | None = None) -> None:
     for step in range(10):
         sampler.draw(step)
     print(f"a Poisson draw in {100 * (time.perf_counter() - start):.1f} ms", flush=True)
-    for name, decode in DECODERS.items():
-        alone = of_decoder(options.root, options.batch_size * options.steps, decode)
-        print(f"{name} alone: {alone:.0f} images per second of processor time", flush=True)
+    alone = of_decoder(options.root, options.batch_size * options.steps)
+    print(f"PIL alone: {alone:.0f} images per second of processor time", flush=True)
     for augmult in options.augmult:
         per_core, per_second = of_loading(data, options, augmult)
         print(

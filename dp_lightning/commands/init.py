@@ -2,7 +2,6 @@
 
 import argparse
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,13 +106,9 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def _has_folders_of_persons(train: Path) -> bool:
     """Whether the images are in folders inside the class folders, and none beside them."""
-    from dp_lightning.datamodules.listing import image_files, subfolders
+    from dp_lightning.datamodules.listing import image_files
 
-    classes = [train / name for name in subfolders(train)]
-    persons = [folder / name for folder in classes for name in subfolders(folder)]
-    return not any(image_files(folder, Counter()) for folder in classes) and any(
-        image_files(folder, Counter()) for folder in persons
-    )
+    return {len(Path(file).relative_to(train).parts) for file in image_files(train)} == {3}
 
 
 def _found(survey: "Survey") -> Iterator[str]:

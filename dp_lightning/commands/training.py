@@ -269,8 +269,6 @@ class TrainingCLI(CommandLine):
             if isinstance(callback, SaveConfigCallback) and (asked is not None or SLURMEnvironment.detect()):
                 # A resumed run may use its earlier log folder again.
                 callback.overwrite = True
-        if hasattr(self.datamodule, "check_files"):
-            self.datamodule.check_files()
 
     def after_fit(self) -> None:
         """Print what can be done with the best or last checkpoint of the run."""

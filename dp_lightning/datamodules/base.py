@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, Edges
-from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, PixelNormalization, Transform
+from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform, normalized
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group
 
@@ -25,8 +25,8 @@ Split = Literal["train", "val", "test"]
 class ImageDataModule(lightning.LightningDataModule, ABC):
     """Base class of the image data modules; a subclass says where the images come from.
 
-    Loaders return images as bytes, and the module normalises them on the training device (``on_after_batch_transfer``,
-    which the Trainer calls); the data sets themselves return normalised images.
+    Data sets and loaders return images as bytes, and the module normalises them on the training device
+    (``on_after_batch_transfer``, which the Trainer calls).
 
     The privacy guarantee covers only the training part. Validation and test images, and every number computed from
     them, are outside it. ``mean`` and ``std`` are public constants: statistics computed from private images would leak
@@ -45,9 +45,6 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         augment: Random crop and flip of the training images.
         crop_edges: What a crop shows beyond the edge of an image: zeros, or the mirrored image.
         test_every_epoch: Evaluate on the test set after every epoch too, not only on the validation set.
-
-    Raises:
-        ConfigurationError: ``val_fraction`` or ``std`` is out of range, or ``mean`` or ``std`` is empty.
     """
 
     #: Where the settings stand in a configuration, for messages.
@@ -71,10 +68,6 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         test_every_epoch: bool = True,
     ) -> None:
         super().__init__()
-        if not 0.0 <= val_fraction < 1.0:
-            raise ConfigurationError(f"data.init_args.val_fraction must lie in [0, 1), not {val_fraction!r}")
-        if not mean or not std or min(std) <= 0.0:
-            raise ConfigurationError(f"mean and std need a number per channel, std above 0: {mean=}, {std=}")
         self.mean, self.std = tuple(mean), tuple(std)
         self.val_fraction, self.split_seed = val_fraction, split_seed
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
@@ -117,19 +110,11 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         return ("train", "test")
 
     @abstractmethod
-    def check_files(self) -> None:
-        """Check that the needed files exist, without reading an image.
-
-        Raises:
-            DataError: One is missing; the message names it and says what to do.
-        """
-
-    @abstractmethod
     def read_split(self, split: Split) -> ImageSource:
         """Open one of ``own_splits``.
 
         Raises:
-            DataError: Its files are malformed.
+            DataError: Its files are missing or malformed.
         """
 
     def groups(self, split: Split) -> list[Group] | None:
@@ -166,11 +151,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             )
         return len(set(persons))
 
-    def prepare_data(self) -> None:
-        self.check_files()
-
     def setup(self, stage: str | None = None) -> None:
-        self.check_files()
         if stage not in ("test", "predict"):
             trained = set(self._groups_at("train", self._split_indices()[0]) or ())
             for split in set(self.own_splits) - {"train"}:
@@ -243,17 +224,11 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         images, *rest = batch
         if images.dtype != torch.uint8:
             return batch
-        return [PixelNormalization(self.mean, self.std)(images), *rest]
+        return [normalized(images, self.mean, self.std), *rest]
 
     def _source(self, split: Split) -> ImageSource:
         if split not in self._sources:
-            source = self.read_split(split)
-            if split == "train" and len(source.labels) != self.num_available:
-                raise DataError(
-                    f"{type(self).__name__} holds {len(source.labels)} training images, but "
-                    f"{self.num_available} were expected; the files are incomplete or have changed"
-                )
-            self._sources[split] = source
+            self._sources[split] = self.read_split(split)
         return self._sources[split]
 
     def _split_indices(self) -> tuple[Tensor, Tensor]:
@@ -285,7 +260,6 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             self._source(split),
             indices,
             self.image_transform() if drawn is None else drawn,
-            PixelNormalization(self.mean, self.std),
             augment=self.augmentation() if train else None,
             random=drawn is not None,
             groups=self._groups_at(split, indices),
@@ -293,7 +267,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
 
     def _loader(self, dataset: ImageDataset, *, shuffle: bool = False) -> DataLoader:
         return DataLoader(
-            dataset.as_bytes(),
+            dataset,
             batch_size=self.eval_batch_size,
             shuffle=shuffle,
             num_workers=self.num_workers,

@@ -4,7 +4,6 @@ Consecutive equal indices ask for several views of one image (augmentation multi
 all of them.
 """
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -49,40 +48,35 @@ class ArraySource:
         return found.digest()
 
 
-class PixelNormalization:
-    """(x / 255 - mean) / std for each channel, on the device of the images.
+def normalized(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Return (x / 255 - mean) / std of uint8 (n, C, H, W), float32 on the device of the images.
 
     Args:
         mean: Mean of each channel on the scale 0 to 1, or one number for all channels; a public constant.
         std: Standard deviation of each channel, likewise; above 0.
     """
-
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        means, deviations = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
-        self._scale, self._shift = (1 / (255 * deviations)).float(), (-means / deviations).float()
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Map uint8 (n, C, H, W) to float32."""
-        scale, shift = (_on(images.device, constants) for constants in (self._scale, self._shift))
-        return images.to(torch.float32).mul_(scale).add_(shift)
+    means, deviations = (torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (mean, std))
+    scale, shift = (
+        _on(images.device, constants.float()) for constants in (1 / (255 * deviations), -means / deviations)
+    )
+    return images.to(torch.float32).mul_(scale).add_(shift)
 
 
 def _on(device: torch.device, constants: Tensor) -> Tensor:
-    """A few numbers on a device. A copy would wait for a GPU; numbers that a kernel is started with do not."""
+    """Return a few numbers on a device. A GPU waits for a copy, not for the arguments that a kernel is started with."""
     if device == constants.device:
         return constants
     return torch.stack([torch.full((), c, device=device) for c in constants.flatten().tolist()]).view(constants.shape)
 
 
 class ImageDataset(Dataset[tuple[Tensor, int]]):
-    """Part of a source: item i is (float image (C, H, W), label) of the source's image ``indices[i]``.
+    """Part of a source: item i is (uint8 image (C, H, W), label) of the source's image ``indices[i]``.
 
     Args:
         source: Where images and labels come from.
         indices: int64 (n,), the part of the source that belongs to this data set.
         transform: Applied to each image separately: a uint8 tensor (C, H, W).
-        normalize: Applied to a uint8 batch (n, C, H, W); returns float32. None leaves the images as bytes.
-        augment: Applied to a uint8 batch (n, C, H, W) before ``normalize``; draws separately for each image.
+        augment: Applied to a uint8 batch (n, C, H, W); draws separately for each image.
         random: Whether ``transform`` is random, so that it must be applied again for each view of an image.
         groups: The person id of each image of this part, in order; None if the data does not identify persons.
     """
@@ -92,15 +86,13 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         source: ImageSource,
         indices: Tensor,
         transform: Transform | None,
-        normalize: Transform | None,
         *,
         augment: Transform | None = None,
         random: bool = False,
         groups: Iterable[Group] | None = None,
     ) -> None:
         self.source, self.indices = source, indices
-        self.transform, self.normalize, self.augment, self.random = transform, normalize, augment, random
-        self.groups = groups
+        self.transform, self.augment, self.random, self.groups = transform, augment, random, groups
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -110,12 +102,6 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         """The files of the images, in order; None if the images are not read from files."""
         names = getattr(self.source, "paths", None)
         return None if names is None else [names[index] for index in self.indices.tolist()]
-
-    def as_bytes(self) -> "ImageDataset":
-        """Return the same images without the normalisation: a quarter of the memory between processes and devices."""
-        raw = copy.copy(self)
-        raw.normalize = None
-        return raw
 
     @property
     def labels(self) -> Tensor:
@@ -136,5 +122,4 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
             different, place = chosen.unique_consecutive(return_inverse=True)
             images = self.source.read(different.tolist(), self.transform)[place]
         images = images if self.augment is None else self.augment(images)
-        images = images if self.normalize is None else self.normalize(images)
         return list(zip(images, self.source.labels[chosen].tolist(), strict=True))

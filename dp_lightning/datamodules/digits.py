@@ -47,9 +47,6 @@ class Digits(ImageDataModule):
     ) -> None:
         super().__init__(mean=mean, std=std, augment=augment, **kwargs)
 
-    def check_files(self) -> None:
-        """Nothing to check: the images are part of scikit-learn."""
-
     def read_split(self, split: Split) -> ArraySource:
         from sklearn.datasets import load_digits  # takes a good part of a second, and only these images need it
         from sklearn.model_selection import train_test_split

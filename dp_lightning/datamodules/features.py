@@ -18,7 +18,6 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -26,8 +25,7 @@ from tqdm import tqdm
 
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.datamodules.base import ImageDataModule, Split
-from dp_lightning.datamodules.dataset import ImageDataset
-from dp_lightning.errors import DataError
+from dp_lightning.datamodules.dataset import ImageDataset, normalized
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.privacy.person_ids import Group
@@ -72,8 +70,7 @@ class CachedFeatures(lightning.LightningDataModule):
         backbone_kwargs: Further arguments of the network; ``scales`` (2) and ``angles`` (8) of scattering.
 
     Raises:
-        ConfigurationError: The network cannot be built.
-        DataError: A file of the cache is damaged, or cannot be written.
+        ConfigurationError: The network cannot be built, or nothing can be written to ``cache``.
     """
 
     #: Features need no normalisation.
@@ -152,9 +149,6 @@ class CachedFeatures(lightning.LightningDataModule):
         images = {"image_size": self.images.image_size, "resized_to": self.images.resized_to}
         return {"network": self._network.settings, **images}
 
-    def check_files(self) -> None:
-        self.images.check_files()
-
     def prepare_data(self) -> None:
         stage = None if self.trainer is None or self.trainer.state.fn is None else self.trainer.state.fn.value
         self.images.trainer = self.trainer
@@ -173,7 +167,7 @@ class CachedFeatures(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         for split, dataset in self._datasets(stage).items():
             if split not in self._sets:
-                features = torch.cat([_read(path) for path in self._files(split, dataset)])
+                features = torch.cat([load_file(path)["features"] for path in self._files(split, dataset)])
                 self._sets[split] = _FeatureSet(features, dataset.labels)
                 self._sets[split].groups = dataset.groups
 
@@ -211,11 +205,7 @@ class CachedFeatures(lightning.LightningDataModule):
         return {self.folder / f"{split}-{digest[:16]}-{piece.start}.safetensors": piece for piece in pieces}
 
     def _write(self, path: Path, dataset: Subset[Any], what: str) -> None:
-        """Compute the features of images and write them; a bar on a terminal says ``what`` is computed.
-
-        Raises:
-            DataError: The file cannot be written.
-        """
+        """Compute the features of images and write them; a bar on a terminal says ``what`` is computed."""
         if self._network.device.type == "meta":
             self._network = self._build()
         network = self._network.to(torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device)
@@ -223,25 +213,9 @@ class CachedFeatures(lightning.LightningDataModule):
         features: list[Tensor] = []
         with torch.inference_mode():
             for images, _ in tqdm(loader, desc=what, unit="batch", disable=None):
-                features.append(network(images.to(network.device)).cpu().to(network.stored_as))
-        try:
-            with replacing(path, private=True) as file:
-                save_file({"features": torch.cat(features)}, file.name)
-        except (OSError, SafetensorError) as error:
-            raise DataError(
-                f"{path} cannot be written ({error}). Make room, or set data.init_args.cache to another folder."
-            ) from error
+                pixels = normalized(images.to(network.device), self.images.mean, self.images.std)
+                features.append(network(pixels).cpu().to(network.stored_as))
+        with replacing(path, private=True) as file:
+            save_file({"features": torch.cat(features)}, file.name)
         rank_zero_info(f"{what} are in {self.folder}.")
         self._network = network.cpu()
-
-
-def _read(path: Path) -> Tensor:
-    """Return the features in a file.
-
-    Raises:
-        DataError: The file is damaged.
-    """
-    try:
-        return load_file(path)["features"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise DataError(f"{path} cannot be read ({error}). Remove it, and it will be computed again.") from error

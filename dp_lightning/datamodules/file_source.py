@@ -6,7 +6,6 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from multiprocessing.pool import ThreadPool
 from typing import Any, TypeVar
 
@@ -15,11 +14,11 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from tqdm import tqdm
 
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.errors import DataError
+from dp_lightning.privacy.person_ids import Group
 
 #: Names of images end so; of an animation the first image is read.
 IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
@@ -27,7 +26,6 @@ IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
 READ_FIRST_BELOW = 20_000
 # Files are chosen by their extensions, but PIL goes by the content, and some of its formats start programs.
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
-_JPEG_START, _JPEG_END = [0xFF, 0xD8], [0xFF, 0xD9]
 # Number of bad files that an error names.
 _NAMED = 10
 
@@ -40,11 +38,11 @@ class FileSource:
     Args:
         paths: The N files.
         labels: int64 (N,).
+        persons: The person of each file; None if the data does not identify persons.
     """
 
-    def __init__(self, paths: Sequence[str], labels: Tensor) -> None:
-        self.paths = paths if isinstance(paths, FileNames) else FileNames(paths)
-        self.labels = labels
+    def __init__(self, paths: Sequence[str], labels: Tensor, persons: list[Group] | None = None) -> None:
+        self.paths, self.labels, self.persons = FileNames(paths), labels, persons
 
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
         images: list[Tensor] = []
@@ -55,7 +53,7 @@ class FileSource:
                     image = open_image(path)
                 except ValueError as error:
                     raise DataError(
-                        f"{path} cannot be read as an image ({error}); replace the file or remove it. The setting "
+                        f"{path} cannot be read as an image ({error}); replace it or remove it. The setting "
                         "read_first: true of the data finds all such files before a run begins"
                     ) from error
             images.append(image if transform is None else transform(image))
@@ -94,29 +92,19 @@ def open_image(path: str) -> Tensor:
             Pillow reads; the message says which, without the path.
     """
     try:
-        return _decoded(path)
+        with Image.open(path, formats=_FORMATS) as image:
+            if image.mode in ("I", "F"):
+                raise ValueError(
+                    "it has 32 bits per pixel, so it is unknown which value is white; convert it to 8 or 16 bits"
+                )
+            if image.mode.startswith("I;16"):  # PIL would clip the values at 255; here 0 to 65,535 becomes 0 to 255
+                grey = (np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8)
+                return torch.from_numpy(grey).expand(3, -1, -1)
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
     except UnidentifiedImageError as error:  # its message repeats the path
         raise ValueError("it is not an image of a known format" if os.path.getsize(path) else "it is empty") from error
     except Exception as error:  # each format raises its own, and a damaged file any
         raise ValueError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
-
-
-def _decoded(path: str) -> Tensor:
-    with Image.open(path, formats=_FORMATS) as image:
-        if image.format in ("JPEG", "MPO"):  # torchvision takes two thirds of PIL's time
-            content = read_file(path)
-            # A JPEG without its end is left to PIL, which refuses it; libjpeg would fill the rest with grey.
-            if content[:2].tolist() == _JPEG_START and content[-2:].tolist() == _JPEG_END:
-                with suppress(RuntimeError):  # PIL says what is wrong
-                    return decode_jpeg(content, mode=ImageReadMode.RGB)
-        if image.mode in ("I", "F"):
-            raise ValueError(
-                "it has 32 bits per pixel, so it is unknown which value is white; convert it to 8 or 16 bits"
-            )
-        if image.mode.startswith("I;16"):  # PIL would clip the values at 255; here 0 to 65,535 becomes 0 to 255
-            grey = (np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8)
-            return torch.from_numpy(grey).expand(3, -1, -1)
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
 
 
 def luma(image: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ Tiny ImageNet has the layout of its archive:
     root/val/val_annotations.txt        file name, tab, wnid, tab, a box
 """
 
-from collections import Counter
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -25,15 +25,8 @@ from torchvision.transforms import v2
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileNames, FileSource, luma, require_readable
-from dp_lightning.datamodules.listing import (
-    Listing,
-    class_names,
-    image_files,
-    images_of_persons,
-    persons_of_files,
-    warn_of_left_out,
-)
+from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, luma, require_readable
+from dp_lightning.datamodules.listing import image_files, persons_of_files
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group, checked_groups
 
@@ -43,8 +36,8 @@ class ImageFolder(ImageDataModule):
 
     The shorter side is resized to ``image_size`` and the centre is cropped. ``root/val`` is the validation set and
     ``root/test`` the test set; if there is only ``root/val``, it is the test set. Classes are the names of the folders
-    in ``root/train``, in alphabetical order; the other sets may lack some of them. Files with an image extension
-    directly inside a class folder are its images; a warning lists what else is there. The values of 16-bit grey images
+    in ``root/train``, in alphabetical order; the other sets may lack some of them. A warning counts the files without
+    the extension of an image, and an image at another depth of the tree is an error. The values of 16-bit grey images
     range from 0 to 65,535.
 
     Args:
@@ -70,6 +63,7 @@ class ImageFolder(ImageDataModule):
 
     #: The names of the folders in ``root`` that are read.
     split_names: tuple[Split, ...] = ("train", "val", "test")
+    image_size = 64
     in_channels = 3
 
     def __init__(
@@ -87,8 +81,8 @@ class ImageFolder(ImageDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.in_channels = in_channels
-        self.root, self.size = Path(root), image_size
+        self.root = Path(root)
+        self.image_size, self.in_channels = image_size, in_channels
         self.flip, self.read_first = flip, read_first
         if (group_file is None) != (group_column is None) or (group_folders and group_file is not None):
             raise ConfigurationError(
@@ -99,17 +93,17 @@ class ImageFolder(ImageDataModule):
         self.group_file, self.group_column, self.file_column = group_file, group_column, file_column
 
     @property
-    def image_size(self) -> int:
-        return self.size
-
-    @property
     def num_classes(self) -> int:
         return len(self.class_names)
 
     @cached_property
     def class_names(self) -> list[str]:
-        """Names of the classes in the order of their labels."""
-        return class_names(self.split_folders["train"])
+        """Names of the class folders of the training set in alphabetical order, without hidden folders."""
+        folder = self.split_folders["train"]
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
+        if not names:
+            raise DataError(f"{folder} has no class folders; each class needs a folder of its images")
+        return names
 
     @property
     def resized_to(self) -> int:
@@ -117,7 +111,7 @@ class ImageFolder(ImageDataModule):
 
     @property
     def num_available(self) -> int:
-        return len(self._listings["train"].paths)
+        return len(self._files["train"].paths)
 
     @property
     def own_splits(self) -> tuple[Split, ...]:
@@ -137,23 +131,18 @@ class ImageFolder(ImageDataModule):
         return found
 
     def prepare_data(self) -> None:
-        super().prepare_data()
         trains = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
-        files = {split: listing.paths for split, listing in self._listings.items() if trains or split != "train"}
+        files = {split: source.paths for split, source in self._files.items() if trains or split != "train"}
         few = sum(map(len, files.values())) < READ_FIRST_BELOW
         if few if self.read_first is None else self.read_first:
             for split, paths in files.items():
                 require_readable(paths, str(self.split_folders[split]))
 
-    def check_files(self) -> None:
-        _ = self._listings
-
     def read_split(self, split: Split) -> FileSource:
-        return FileSource(self._listings[split].paths, self._listings[split].labels)
+        return self._files[split]
 
     def groups(self, split: Split) -> list[Group] | None:
-        listing = self._listings.get(split)
-        return None if listing is None else listing.persons
+        return self._files[split].persons
 
     def image_transform(self) -> Transform:
         return v2.Compose([v2.Resize(self.resized_to), v2.CenterCrop(self.image_size), *self._after_crop()])
@@ -163,12 +152,25 @@ class ImageFolder(ImageDataModule):
         return [luma] if self.in_channels == 1 else []
 
     @cached_property
-    def _listings(self) -> dict[Split, Listing]:
-        """The images of each split."""
-        left_out: Counter[str] = Counter()
-        found: dict[Split, Listing] = {}
+    def _files(self) -> dict[Split, FileSource]:
+        """The images of each split, of which none is read.
+
+        Raises:
+            DataError: A class of the training set has no images, or a class is not one of the training set's.
+        """
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        found: dict[Split, FileSource] = {}
         for split, folder in self.split_folders.items():
-            paths, labels = self._listed(split, folder, left_out)
+            pairs = self._listed(split, folder)
+            paths, present = [path for path, _ in pairs], {name for _, name in pairs}
+            if unknown := sorted(present - set(numbers)):
+                raise DataError(
+                    f"{folder} has classes that {self.split_folders['train']} does not have: {', '.join(unknown)}. "
+                    "The classes are those of the training set; add images of them to it, or remove the folders."
+                )
+            empty = [str(folder / name) for name in numbers if name not in present]
+            if not present or (split == "train" and empty):
+                raise DataError(f"no image files are in {', '.join(empty[:3])}; remove the folder or fill it")
             persons: list[Group] | None = None
             if self.group_folders:
                 persons = checked_groups([Path(path).parent.name for path in paths], str(folder))
@@ -176,32 +178,26 @@ class ImageFolder(ImageDataModule):
                 columns = {"file_column": self.file_column, "group_column": self.group_column}
                 required = split == "train"
                 persons = persons_of_files(paths, self.root, Path(self.group_file), required=required, **columns)
-            found[split] = Listing(FileNames(paths), torch.tensor(labels), persons)
-        warn_of_left_out(left_out, self.root)
+            found[split] = FileSource(paths, torch.tensor([numbers[name] for _, name in pairs]), persons)
         return found
 
-    def _listed(self, split: Split, folder: Path, left_out: Counter[str]) -> tuple[list[str], list[int]]:
-        """Return path and label of each image of a split, and count in ``left_out`` what is none.
+    def _listed(self, split: Split, folder: Path) -> list[tuple[str, str]]:
+        """Return path and class of each image of a split.
 
         Raises:
-            DataError: A class of the training set has no images, or a class is not one of the training set's.
+            DataError: An image is not in the folder of a class, or of a person.
         """
-        present = class_names(folder)
-        if unknown := sorted(set(present) - set(self.class_names)):
-            raise DataError(
-                f"{folder} has class folders that {self.split_folders['train']} does not have: {', '.join(unknown)}. "
-                "The classes are those of the training set; add images of them to it, or remove the folders."
-            )
-        listed_in = images_of_persons if self.group_folders else image_files
-        by_class = [listed_in(folder / name, left_out) if name in present else [] for name in self.class_names]
-        empty = [str(folder / name) for name, paths in zip(self.class_names, by_class, strict=True) if not paths]
-        if (split == "train" and empty) or not any(by_class):
-            raise DataError(
-                f"no image files are in {', '.join(empty[:3])}; remove the folder or fill it. If the images are in "
-                f"folders of persons, set {self.settings}.group_folders: true."
-            )
-        pairs = [(path, label) for label, paths in enumerate(by_class) for path in paths]
-        return [path for path, _ in pairs], [label for _, label in pairs]
+        wanted = ("<class>", "<person>", "<image>") if self.group_folders else ("<class>", "<image>")
+        pairs: list[tuple[str, str]] = []
+        for path in image_files(folder):
+            parts = path.removeprefix(f"{folder}{os.sep}").split(os.sep)
+            if len(parts) != len(wanted):
+                raise DataError(
+                    f"{path} is not {folder / '/'.join(wanted)}. Move or remove it; "
+                    f"{self.settings}.group_folders: true is for class folders with a folder per person."
+                )
+            pairs.append((path, parts[0]))
+        return pairs
 
 
 class ImageNet(ImageFolder):
@@ -270,24 +266,11 @@ class TinyImageNet(ImageFolder):
     @cached_property
     def class_names(self) -> list[str]:
         """The wnids in the order of ``wnids.txt``."""
-        return self._lines(self.root / "wnids.txt")
+        return (self.split_folders["train"].parent / "wnids.txt").read_text(encoding="utf-8").split()
 
-    def _listed(self, split: Split, folder: Path, left_out: Counter[str]) -> tuple[list[str], list[int]]:
+    def _listed(self, split: Split, folder: Path) -> list[tuple[str, str]]:
         if split == "train":
-            by_class = [image_files(folder / wnid / "images", left_out) for wnid in self.class_names]
-            pairs = [(path, label) for label, paths in enumerate(by_class) for path in paths]
-            return [path for path, _ in pairs], [label for _, label in pairs]
-        rows = [line.split("\t")[:2] for line in self._lines(folder / "val_annotations.txt")]
-        present = set(image_files(folder / "images", left_out))
-        paths = [str(folder / "images" / name) for name, _ in rows]
-        if missing := [path for path in paths if path not in present]:
-            raise DataError(f"{missing[0]} is missing; unpack tiny-imagenet-200.zip again")
-        return paths, [self.class_names.index(wnid) for _, wnid in rows]
-
-    def _lines(self, path: Path) -> list[str]:
-        if not path.is_file():
-            raise DataError(
-                f"{path} is missing; unpack tiny-imagenet-200.zip and set {self.settings}.root to the folder that "
-                "holds wnids.txt"
-            )
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            return [(path, wnid) for wnid in self.class_names for path in image_files(folder / wnid / "images")]
+        rows = (folder / "val_annotations.txt").read_text(encoding="utf-8").splitlines()
+        named = [row.split("\t")[:2] for row in rows]
+        return [(str(folder / "images" / name), wnid) for name, wnid in named]

@@ -1,6 +1,5 @@
 """Unlabelled images in a folder, for predictions."""
 
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from dp_lightning.datamodules.dataset import PixelNormalization, Transform
-from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames, luma, open_image
-from dp_lightning.datamodules.listing import warn_of_left_out
+from dp_lightning.datamodules.dataset import Transform, normalized
+from dp_lightning.datamodules.file_source import FileNames, luma, open_image
+from dp_lightning.datamodules.listing import image_files
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
 
@@ -72,7 +71,7 @@ class ImageFiles(lightning.LightningDataModule):
             )
         steps: list[Transform] = [v2.Resize(resized_to or image_size), v2.CenterCrop(image_size)]
         self._prepare = v2.Compose(steps if in_channels == 3 else [*steps, luma])
-        self._normalize = PixelNormalization(mean, std)
+        self._normalize = partial(normalized, mean=mean, std=std)
         self._blank = torch.zeros(in_channels, image_size, image_size)
         self._network = None
         #: Height, width and channels of what the classifier receives: of the images, or of their features.
@@ -86,15 +85,7 @@ class ImageFiles(lightning.LightningDataModule):
         self.problems: list[str | None] = []
 
     def setup(self, stage: str | None = None) -> None:
-        if stage not in (None, "predict"):
-            raise ConfigurationError("ImageFiles has no labels: it can be used only with dpl predict.")
-        shown = (
-            path for path in self.root.rglob("*") if not any(p[0] == "." for p in path.relative_to(self.root).parts)
-        )
-        files = sorted(path for path in shown if path.is_file())
-        self.paths = [path for path in files if path.name.lower().endswith(IMAGE_EXTENSIONS)]
-        others = (path for path in files if not path.name.lower().endswith(IMAGE_EXTENSIONS))
-        warn_of_left_out(Counter(path.suffix.lower() or "no extension" for path in others), self.root)
+        self.paths = sorted(map(Path, image_files(self.root)))
         if not self.paths:
             raise DataError(
                 f"{self.root} does not exist or holds no image files; set data.init_args.root to a folder of images"

@@ -1,94 +1,40 @@
-"""The images in folders: their paths, classes and persons, from the names of files and from a table."""
+"""The images in a folder, and the persons that a table names for them."""
 
 import csv
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import NamedTuple
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
-from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS, FileNames
+from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.person_ids import Group, checked_groups
 
 
-class Listing(NamedTuple):
-    """What is known of the images of a split before one is read, in one order.
+def image_files(folder: Path) -> list[str]:
+    """Return the image files in a folder and its subfolders: those of each folder, then those of its subfolders.
 
-    Attributes:
-        paths: The files.
-        labels: Their classes, int64 (n,).
-        persons: The person of each file; None if the data does not identify persons.
+    All are in alphabetical order, without hidden files and folders. A warning counts the files that are not images by
+    their names.
     """
-
-    paths: FileNames
-    labels: Tensor
-    persons: list[Group] | None
-
-
-def subfolders(folder: Path) -> list[str]:
-    """Return the names of the folders in ``folder``, in alphabetical order; hidden folders are left out."""
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def class_names(folder: Path) -> list[str]:
-    """Return the names of the class folders in ``folder``, as ``subfolders``.
-
-    Raises:
-        DataError: There are none.
-    """
-    names = subfolders(folder)
-    if not names:
-        raise DataError(f"{folder} has no class folders; each class needs a folder of its images")
-    return names
-
-
-def image_files(folder: Path, left_out: Counter[str]) -> list[str]:
-    """Return the paths of the image files directly inside ``folder``, in alphabetical order without hidden files.
-
-    Everything else is counted in ``left_out``, by extension.
-
-    Raises:
-        DataError: There is no such folder.
-    """
-    if not folder.is_dir():
-        raise DataError(f"{folder} is missing; copy or unpack the images again")
-    names = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.lower().endswith(IMAGE_EXTENSIONS) and entry.is_file():
-                names.append(entry.name)
-            elif not entry.name.startswith("."):
-                left_out["folder" if entry.is_dir() else Path(entry.name).suffix.lower() or "no extension"] += 1
-    return [os.path.join(folder, name) for name in sorted(names) if not name.startswith(".")]
-
-
-def images_of_persons(folder: Path, left_out: Counter[str]) -> list[str]:
-    """Return the paths of the image files in the folders of persons inside ``folder``; otherwise as ``image_files``.
-
-    Raises:
-        DataError: An image is not in a person's folder.
-    """
-    beside: Counter[str] = Counter()
-    if lone := image_files(folder, beside):
-        raise DataError(f"{lone[0]} is not in a person's folder; with group_folders each image must be in one")
-    del beside["folder"]
-    left_out.update(beside)
-    return [path for person in subfolders(folder) for path in image_files(folder / person, left_out)]
-
-
-def warn_of_left_out(left_out: Mapping[str, int], root: Path) -> None:
-    """Warn about entries that are not images by their names; ``left_out`` counts them by extension."""
-    if left_out:
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(left_out.items()))
+    images: list[str] = []
+    others: Counter[str] = Counter()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            if name.lower().endswith(IMAGE_EXTENSIONS):
+                images.append(os.path.join(parent, name))
+            else:
+                others[os.path.splitext(name)[1].lower() or "no extension"] += 1
+    if others:
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(others.items()))
         rank_zero_warn(
-            f"Some entries in {root} are not read as images: {kinds}. The names of images end with "
+            f"Some files in {folder} are not read as images: {kinds}. The names of images end with "
             f"{', '.join(IMAGE_EXTENSIONS)}: convert others, such as .heic, before the first run."
         )
+    return images
 
 
 def persons_of_files(

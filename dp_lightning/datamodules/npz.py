@@ -38,7 +38,7 @@ class NpzImages(ImageDataModule):
     Args:
         path: The ``.npz`` file.
         num_classes: Number of classes. None is one more than the largest training label, which is then treated as
-            public, and must be below the number of training images: the network gets an output for each class.
+            public.
         flip: Mirror training images at random; set it to false if a mirrored image means something else.
     """
 
@@ -52,14 +52,7 @@ class NpzImages(ImageDataModule):
     def num_classes(self) -> int:
         if self.given_num_classes is not None:
             return self.given_num_classes
-        count = int(self._read("train_labels").max()) + 1
-        if count > self.num_available:
-            raise DataError(
-                f"{self.path}: train_labels has label {count - 1} among {self.num_available} images, and the network "
-                f"would get an output for each class up to it. Number the classes from 0, or set {self.settings}."
-                "num_classes."
-            )
-        return count
+        return int(self._read("train_labels").max()) + 1
 
     @property
     def in_channels(self) -> int:
@@ -76,9 +69,6 @@ class NpzImages(ImageDataModule):
     @property
     def own_splits(self) -> tuple[Split, ...]:
         return tuple(split for split in SPLITS if f"{split}_images" in self._headers)
-
-    def check_files(self) -> None:
-        _ = self._headers
 
     def read_split(self, split: Split) -> ArraySource:
         images = torch.from_numpy(self._read(f"{split}_images"))
@@ -113,7 +103,7 @@ class NpzImages(ImageDataModule):
                 present = {name.removesuffix(".npy"): name for name in archive.namelist()}
                 headers = {key: _read_header(archive, present[key]) for key in wanted if key in present}
         except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
-            raise self._damaged(error) from error
+            raise DataError(f"{self.path} is not a complete .npz file ({error}); copy or download it again") from error
         for split in SPLITS:
             found = {name: header for name, header in headers.items() if name.startswith(split)}
             if (split == "train" or found) and not _is_complete(found, split, headers.get("train_images")):
@@ -127,14 +117,8 @@ class NpzImages(ImageDataModule):
 
     def _read(self, key: str) -> np.ndarray:
         _ = self._headers
-        try:
-            with np.load(self.path, allow_pickle=False) as arrays:
-                return arrays[key]
-        except Exception as error:
-            raise self._damaged(error) from error
-
-    def _damaged(self, error: Exception) -> DataError:
-        return DataError(f"{self.path} is not a complete .npz file ({error}); copy or download it again")
+        with np.load(self.path, allow_pickle=False) as arrays:
+            return arrays[key]
 
 
 def _read_header(archive: zipfile.ZipFile, name: str) -> Header:

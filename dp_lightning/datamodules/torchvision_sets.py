@@ -37,39 +37,20 @@ class _TorchvisionImages(ImageDataModule):
         self.download = download
 
     @abstractmethod
-    def file_names(self) -> list[str]:
-        """Return the needed files, relative to ``root``."""
-
-    @abstractmethod
-    def open(self, split: Split, *, download: bool) -> tuple[torch.Tensor, Any]:
-        """Read images (N, C, H, W) and labels (N,) with torchvision, which verifies the checksums of the files."""
-
-    def check_files(self) -> None:
-        missing = [name for name in self.file_names() if not (self.root / name).is_file()]
-        if missing and not self.download:
-            raise DataError(
-                f"{self.root / missing[0]} is missing; set {self.settings}.download: true, or {self.settings}.root to "
-                f"the folder that holds {missing[0]}"
-            )
+    def open(self, split: Split) -> tuple[torch.Tensor, Any]:
+        """Read images (N, C, H, W) and labels (N,) with torchvision, which compares the files with their checksums."""
 
     def prepare_data(self) -> None:
-        self.check_files()
-        if not all((self.root / name).is_file() for name in self.file_names()):
-            for split in self.own_splits:
-                self._read(split, download=True)
+        for split in self.own_splits:
+            self._source(split)
 
     def read_split(self, split: Split) -> ArraySource:
-        return self._read(split, download=False)
-
-    def _read(self, split: Split, *, download: bool) -> ArraySource:
         try:
-            images, labels = self.open(split, download=download)
+            images, labels = self.open(split)
         except (OSError, RuntimeError) as error:
-            if download:
-                raise DataError(f"the download into {self.root} failed: {error}") from error
             raise DataError(
-                f"the files of {type(self).__name__} in {self.root} are missing or damaged ({error}); "
-                f"remove them and set {self.settings}.download: true"
+                f"{self.root} does not give the images of {type(self).__name__} ({error}). Set "
+                f"{self.settings}.download: true, or {self.settings}.root to the folder that holds the files."
             ) from error
         return ArraySource(images.contiguous(), torch.as_tensor(labels, dtype=torch.int64))
 
@@ -82,13 +63,8 @@ class CIFAR10(_TorchvisionImages):
     published_std = (0.2470, 0.2435, 0.2616)
     dataset_class = datasets.CIFAR10
 
-    def file_names(self) -> list[str]:
-        kind = self.dataset_class
-        names = [name for name, _ in (*kind.train_list, *kind.test_list)] + [kind.meta["filename"]]
-        return [f"{kind.base_folder}/{name}" for name in names]
-
-    def open(self, split: Split, *, download: bool) -> tuple[torch.Tensor, Any]:
-        dataset = self.dataset_class(self.root, train=split == "train", download=download)
+    def open(self, split: Split) -> tuple[torch.Tensor, Any]:
+        dataset = self.dataset_class(self.root, train=split == "train", download=self.download)
         return torch.from_numpy(dataset.data).permute(0, 3, 1, 2), dataset.targets
 
 
@@ -112,9 +88,6 @@ class SVHN(_TorchvisionImages):
     published_std = (0.1980, 0.2010, 0.1970)
     flip = False
 
-    def file_names(self) -> list[str]:
-        return [datasets.SVHN.split_list[split][1] for split in ("train", "test")]
-
-    def open(self, split: Split, *, download: bool) -> tuple[torch.Tensor, Any]:
-        dataset = datasets.SVHN(self.root, split=split, download=download)
+    def open(self, split: Split) -> tuple[torch.Tensor, Any]:
+        dataset = datasets.SVHN(self.root, split=split, download=self.download)
         return torch.from_numpy(dataset.data), dataset.labels

@@ -35,7 +35,8 @@ def test_its_gradients_are_the_clipped_means_of_poisson_draws(run):
     before = {name: p.detach().clone() for name, p in run.module.named_parameters()}
     measured = run.measure(N)  # every example is drawn
     run.data.setup("fit")
-    images, labels = default_collate([run.data.train_dataset[k] for k in range(N)])
+    batch = default_collate([run.data.train_dataset[k] for k in range(N)])
+    images, labels = run.data.on_after_batch_transfer(batch, 0)
     sums, norms = clipped_gradient_sum(
         run.module, F.cross_entropy, images, labels, clip_plan=ClipPlan.flat(max_grad_norm=1.0)
     )

@@ -76,7 +76,8 @@ def export(*arguments):
 def digits():
     data = Digits()
     data.setup("test")
-    return torch.stack([image for image, _ in data.test_dataset])
+    images = torch.stack([image for image, _ in data.test_dataset])
+    return data.on_after_batch_transfer([images], 0)[0]
 
 
 def logits_of(folder, images):

@@ -1,7 +1,6 @@
 """Features of a frozen network: computed once, right, and never those of other images."""
 
 import fcntl
-import json
 import os
 import stat
 import threading
@@ -15,9 +14,7 @@ import timm
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
-from safetensors import SafetensorError
 
-from dp_lightning.cli import main
 from dp_lightning.datamodules import CachedFeatures, Digits, ImageFolder, NpzImages, features
 from dp_lightning.datamodules.file_source import FileSource
 from dp_lightning.errors import ConfigurationError, DataError
@@ -40,16 +37,16 @@ def weights(tmp_path_factory):
     return str(path)
 
 
-def arrays(folder, *, seed=0, name="images.npz", n=40):
-    noise = np.random.default_rng(seed)
+def arrays(folder, n=40):
+    noise = np.random.default_rng(0)
     np.savez(
-        folder / name,
+        folder / "images.npz",
         train_images=noise.integers(0, 255, (n, 12, 12, 3), np.uint8),
         train_labels=np.arange(n) % 4,
         test_images=noise.integers(0, 255, (10, 12, 12, 3), np.uint8),
         test_labels=np.arange(10) % 4,
     )
-    return NpzImages(str(folder / name), val_fraction=0.25, mean=(0.4,), std=(0.3,))
+    return NpzImages(str(folder / "images.npz"), val_fraction=0.25, mean=(0.4,), std=(0.3,))
 
 
 def ready(images, folder, weights, **kwargs):
@@ -66,7 +63,7 @@ def test_features_are_the_networks_of_the_images_as_it_knows_them(tmp_path, weig
     network = timm.create_model(BACKBONE, num_classes=0).eval()
     network.load_state_dict({k: v for k, v in torch.load(weights, weights_only=True).items() if "classifier" not in k})
     for name, wanted in (("train", images.train_dataset), ("val", images.val_dataset), ("test", images.test_dataset)):
-        pixels = torch.stack([image for image, _ in wanted]) * 0.3 + 0.4
+        pixels = torch.stack([image for image, _ in wanted]).float() / 255
         resized = torch.nn.functional.interpolate(pixels, (32, 32), mode="bicubic", antialias=True)
         own = timm.data.resolve_model_data_config(network)
         mean, std = (torch.tensor(own[key]).view(3, 1, 1) for key in ("mean", "std"))
@@ -80,22 +77,19 @@ def test_features_are_the_networks_of_the_images_as_it_knows_them(tmp_path, weig
     assert list(data.val_dataloader()) == ["val", "test"]
 
 
-@pytest.mark.parametrize(("num_workers", "piece"), [(0, 4096), (1, 4)])
-def test_files_that_are_there_are_not_computed_again(tmp_path, weights, monkeypatch, num_workers, piece):
-    monkeypatch.setattr(features, "_PIECE", piece)
-    images = arrays(tmp_path)
-    images.num_workers = num_workers
-    first = ready(images, tmp_path, weights, batch_size=7)
+def test_files_that_are_there_are_not_computed_again(tmp_path, weights, monkeypatch):
+    monkeypatch.setattr(features, "_PIECE", 25)  # of 30 training images, and 10 each for validation and test
+    first = ready(arrays(tmp_path), tmp_path, weights, batch_size=7)
     files = sorted(first.folder.glob("*.safetensors"))
-    assert sorted({file.name.split("-")[0] for file in files}) == ["test", "train", "val"]
-    assert (len(files) == 3) == (piece == 4096)
+    assert [file.name.split("-")[0] for file in files] == ["test", "train", "train", "val"]
     files[-1].unlink()  # as after an interruption
     written, save = [], features.save_file
     monkeypatch.setattr(features, "save_file", lambda tensors, path: written.append(path) or save(tensors, path))
     again = ready(arrays(tmp_path), tmp_path, weights)
     assert [Path(path).name for path in written] == [f".{files[-1].name}.part"]
     assert again.folder == first.folder
-    torch.testing.assert_close(again._sets["val"].tensors, first._sets["val"].tensors)
+    for split in ("train", "val"):
+        torch.testing.assert_close(again._sets[split].tensors, first._sets[split].tensors)
 
 
 def test_two_runs_write_one_cache_one_after_the_other(tmp_path, weights, monkeypatch):
@@ -115,18 +109,11 @@ def test_two_runs_write_one_cache_one_after_the_other(tmp_path, weights, monkeyp
     assert len(list(data.folder.glob("*.safetensors"))) == 3
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, weights, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, weights):
     (tmp_path / "file").write_text("")
     data = CachedFeatures(arrays(tmp_path), BACKBONE, weights=weights, cache=str(tmp_path / "file"), input_size=32)
     with pytest.raises(ConfigurationError, match=r"data.init_args.cache is .*file, but nothing can be written there"):
         data.prepare_data()
-
-    def full(*args):
-        raise SafetensorError("No space left on device")
-
-    monkeypatch.setattr(features, "save_file", full)
-    with pytest.raises(DataError, match=r"cannot be written \(No space left on device\). Make room, or set data"):
-        ready(arrays(tmp_path), tmp_path, weights)
 
 
 def test_an_evaluation_reads_and_computes_the_test_images_alone(tmp_path, weights):
@@ -134,7 +121,7 @@ def test_an_evaluation_reads_and_computes_the_test_images_alone(tmp_path, weight
         path = tmp_path / split / name / "0.png"
         path.parent.mkdir(parents=True)
         Image.fromarray(np.zeros((12, 12, 3), np.uint8)).save(path)
-    path.parents[2].joinpath("train/cat/1.png").write_bytes(b"")
+    tmp_path.joinpath("train/cat/1.png").write_bytes(b"")
     images = ImageFolder(str(tmp_path), image_size=12, read_first=True)
     data = CachedFeatures(images, BACKBONE, weights=weights, cache=str(tmp_path / "cache"), input_size=32)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
@@ -169,31 +156,24 @@ def test_a_file_is_another_one_after_a_change_of_its_name_size_or_time(tmp_path)
     assert len(set(found)) == 4
 
 
-@pytest.mark.parametrize("name", ["mobilenetv3_small_050", "vit_tiny_patch16_224"])
-def test_the_length_of_features_is_that_of_the_networks_output(tmp_path, name):
-    network = timm.create_model(name)
+def test_the_length_of_features_is_that_of_the_networks_output(tmp_path):
+    network = timm.create_model("mobilenetv3_small_050")  # a layer after its features stays without the classifier
     torch.save(network.state_dict(), tmp_path / "network.pth")
-    data = CachedFeatures(Digits(), name, weights=str(tmp_path / "network.pth"), cache=str(tmp_path))
+    weights = str(tmp_path / "network.pth")
+    data = CachedFeatures(Digits(), "mobilenetv3_small_050", weights=weights, cache=str(tmp_path))
     network.reset_classifier(0)
     with torch.no_grad():
-        assert network.eval()(torch.zeros(1, 3, 224, 224)).shape == (1, data.in_channels)
-
-
-def scattered(folder, **kwargs):
-    data = CachedFeatures(
-        arrays(folder), "scattering", cache=str(folder / "cache"), backbone_kwargs={"angles": 2}, **kwargs
-    )
-    data.prepare_data()
-    data.setup("fit")
-    return data
+        assert network.eval()(torch.zeros(1, 3, 64, 64)).shape == (1, data.in_channels)
 
 
 def test_scattering_needs_no_weights_and_keeps_maps_in_16_bits(tmp_path):
-    data = scattered(tmp_path)
-    images = data.images
+    images = arrays(tmp_path, n=8)
+    data = CachedFeatures(images, "scattering", cache=str(tmp_path / "cache"), backbone_kwargs={"angles": 2})
+    data.prepare_data()
+    data.setup("fit")
     paths = 1 + 2 * 2 + 4
     assert (data.in_channels, data.image_size) == (3 * paths, 3)
-    pixels = torch.stack([image for image, _ in images.train_dataset]) * 0.3 + 0.4
+    pixels = torch.stack([image for image, _ in images.train_dataset]).float() / 255
     expected = ScatteringFeatures(3, angles=2)(pixels)
     kept = data._sets["train"].tensors[0]
     assert kept.dtype == torch.float16
@@ -204,38 +184,18 @@ def test_scattering_needs_no_weights_and_keeps_maps_in_16_bits(tmp_path):
     assert features_of.shape == (10, 3 * paths, 3, 3)
     assert torch.equal(labels, images.test_dataset.labels)
     assert torch.equal(data._sets["train"][3][0], data._sets["train"].__getitems__([1, 3])[1][0])
-    again = scattered(tmp_path)
-    assert torch.equal(again._sets["train"].tensors[0], kept)
 
 
-def test_settings_of_other_networks_are_refused_for_scattering(tmp_path, weights):
-    with pytest.raises(ConfigurationError, match="scattering has no weights"):
-        CachedFeatures(arrays(tmp_path), "scattering", weights=weights)
-    with pytest.raises(ConfigurationError, match="unexpected keyword argument 'img_size'"):
-        CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"img_size": 32})
-    with pytest.raises(
-        ConfigurationError, match="backbone_kwargs of scattering: scales and angles of scattering must be at least 1"
-    ):
-        CachedFeatures(arrays(tmp_path), "scattering", backbone_kwargs={"scales": 0})
-
-
-def test_a_private_probe_from_the_command_line(tmp_path, weights):
-    main(
-        [
-            *("fit", "--data", "CachedFeatures", "--data.images", "Digits", "--data.backbone", BACKBONE),
-            *("--data.weights", weights, "--data.input_size", "32", "--data.cache", str(tmp_path / "cache")),
-            *("--model", "LinearProbeModule", "--optimizer", "SGD", "--optimizer.lr", "1.0"),
-            *("--privacy.expected_batch_size", "400", "--privacy.target_epsilon", "8", "--privacy.delta", "1e-4"),
-            *("--privacy.accountant", "rdp", "--trainer.max_steps", "30", "--trainer.accelerator", "cpu"),
-            *("--trainer.logger", "false", "--trainer.enable_progress_bar", "false"),
-            *("--trainer.default_root_dir", str(tmp_path)),
-        ]
-    )
-    result = json.loads((tmp_path / "result.json").read_text())
-    # A random network's features tell digits apart far better than a guess.
-    assert result["test_accuracy_last"] > 0.3
-    assert result["epsilon"] <= 8
-    assert len(list(Path(tmp_path / "cache").rglob("train-*.safetensors"))) == 1
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights": "network.pth"}, "scattering has no weights"),
+        ({"backbone_kwargs": {"scales": 0}}, "backbone_kwargs of scattering: scales and angles .* must be at least 1"),
+    ],
+)
+def test_settings_that_scattering_does_not_have_are_refused(tmp_path, settings, message):
+    with pytest.raises(ConfigurationError, match=message):
+        CachedFeatures(arrays(tmp_path), "scattering", **settings)
 
 
 @pytest.fixture
@@ -273,21 +233,11 @@ def test_a_cache_is_its_owners_whatever_the_umask(tmp_path, weights):
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.glob("*.safetensors")} == {0o600}
 
 
-def change_images(root):
-    saved = dict(np.load(root / "images.npz"))
-    saved["train_images"][:, 5, 5, 0] ^= 1
-    np.savez(root / "images.npz", **saved)
-
-
-def change_labels(root):
-    saved = dict(np.load(root / "images.npz"))
-    np.savez(root / "images.npz", **{**saved, "train_labels": saved["train_labels"][::-1].copy()})
-
-
-@pytest.mark.parametrize("change", [change_images, change_labels])
-def test_other_images_have_files_of_their_own(tmp_path, weights, change):
+@pytest.mark.parametrize("changed", ["train_images", "train_labels"])
+def test_other_images_have_files_of_their_own(tmp_path, weights, changed):
     first = ready(arrays(tmp_path), tmp_path, weights)
-    change(tmp_path)
+    saved = dict(np.load(tmp_path / "images.npz"))
+    np.savez(tmp_path / "images.npz", **{**saved, changed: saved[changed][::-1].copy()})
     images = NpzImages(str(tmp_path / "images.npz"), val_fraction=0.25, mean=(0.4,), std=(0.3,))
     data = ready(images, tmp_path, weights)
     assert data.folder == first.folder
@@ -296,26 +246,14 @@ def test_other_images_have_files_of_their_own(tmp_path, weights, change):
     assert torch.equal(data._sets["train"].tensors[1], images.train_dataset.labels)
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:100], lambda content: b"nonsense" * 50])
-def test_a_damaged_file_is_named(tmp_path, weights, damage):
-    data = ready(arrays(tmp_path), tmp_path, weights)
-    (path,) = data.folder.glob("train-*")
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=rf"{path.name} cannot be read.*Remove it"):
-        ready(arrays(tmp_path), tmp_path, weights)
-
-
-@pytest.mark.parametrize("change", ["weights", "size", "network", "nothing"])
+@pytest.mark.parametrize("change", ["weights", "size", "nothing"])
 def test_what_changes_features_changes_their_folder(tmp_path, weights, change):
-    first = CachedFeatures(arrays(tmp_path), BACKBONE, weights=weights, cache=str(tmp_path), input_size=32)
-    settings, backbone = {"weights": weights, "input_size": 32}, BACKBONE
+    settings = {"weights": weights, "input_size": 32, "cache": str(tmp_path)}
+    first = CachedFeatures(arrays(tmp_path), BACKBONE, **settings)
     if change == "weights":
-        torch.save(timm.create_model(BACKBONE, num_classes=3).state_dict(), tmp_path / "other.pth")
         settings["weights"] = str(tmp_path / "other.pth")
+        torch.save(timm.create_model(BACKBONE, num_classes=3).state_dict(), settings["weights"])
     elif change == "size":
         settings["input_size"] = 64
-    elif change == "network":
-        backbone, settings["weights"] = "test_efficientnet_ln", str(tmp_path / "ln.pth")
-        torch.save(timm.create_model(backbone, num_classes=3).state_dict(), settings["weights"])
-    other = CachedFeatures(arrays(tmp_path), backbone, cache=str(tmp_path), **settings)
+    other = CachedFeatures(arrays(tmp_path), BACKBONE, **settings)
     assert (other.folder == first.folder) == (change == "nothing")

@@ -3,17 +3,16 @@
 import contextlib
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules import ImageFiles, ImageFolder, ImageNet, TinyImageNet, file_source, folder
 from dp_lightning.datamodules.file_source import open_image
+from dp_lightning.datamodules.listing import image_files
 from dp_lightning.errors import DataError
 
 
@@ -43,7 +42,6 @@ def test_counts_come_from_file_names(tmp_path, monkeypatch):
     (tmp_path / "train" / "cat" / "._0.png").write_text("a hidden file")
     monkeypatch.setattr(Image, "open", lambda *args, **kwargs: pytest.fail("opened an image"))
     data = ImageFolder(root, val_fraction=0.25)
-    data.check_files()
     assert (data.num_train, data.num_classes) == (9, 3)
     assert (data.in_channels, data.image_size) == (3, 64)
 
@@ -84,26 +82,23 @@ def test_images_become_grey_when_told_and_grey_ones_keep_their_pixels(tmp_path, 
     Image.fromarray(pixels[0]).save(tmp_path / "val" / "cat" / "0.png")
     Image.fromarray(pixels[1, :, :, 0]).save(tmp_path / "val" / "cat" / "1.png")
     data = kind(str(tmp_path), image_size=14, in_channels=1, mean=(0.5,), std=(0.25,), augment=False)
-    data.setup()
     assert data.in_channels == 1
-    resized = v2.Resize(data.resized_to)(torch.from_numpy(pixels).permute(0, 3, 1, 2))
-    red, green, blue = v2.CenterCrop(14)(resized)[0].double()
+    resized = v2.CenterCrop(14)(v2.Resize(data.resized_to)(torch.from_numpy(pixels).permute(0, 3, 1, 2)))
+    red, green, blue = resized[0].double()
     colour, grey = (image for image, _ in data.test_dataset)
-    expected = (0.299 * red + 0.587 * green + 0.114 * blue)[None] / 255
-    torch.testing.assert_close(colour.double(), (expected - 0.5) / 0.25, rtol=0, atol=4.1 / 255 / 2)
-    same = v2.CenterCrop(14)(resized)[1, :1].float() / 255
-    torch.testing.assert_close(grey, (same - 0.5) / 0.25)
+    expected = (0.299 * red + 0.587 * green + 0.114 * blue)[None]
+    torch.testing.assert_close(colour.double(), expected, rtol=0, atol=0.51)  # rounded to a byte
+    assert torch.equal(grey, resized[1, :1])
     views = kind(str(tmp_path), image_size=14, in_channels=1, mean=(0.5,), std=(0.25,)).train_dataset
     assert views[0][0].shape == (1, 14, 14)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_truncated_image_is_named_when_it_is_read(tmp_path, num_workers):
+def test_a_truncated_image_is_named_when_a_worker_reads_it(tmp_path):
     root = write_tree(tmp_path)
     broken = tmp_path / "val" / "dog" / "1.png"
     broken.write_bytes(broken.read_bytes()[:40])
     with pytest.raises(DataError, match=rf"{broken} cannot be read as an image"):
-        list(ImageFolder(root, num_workers=num_workers).test_dataloader())
+        list(ImageFolder(root, num_workers=1).test_dataloader())
 
 
 def test_an_evaluation_set_may_lack_classes(tmp_path):
@@ -117,21 +112,17 @@ def test_an_evaluation_set_may_lack_classes(tmp_path):
     for path in (tmp_path / "val" / "dog").iterdir():
         path.unlink()
     with pytest.raises(DataError, match=r"no image files are in .*val/ant"):
-        ImageFolder(root).check_files()
+        ImageFolder(root).setup()
 
 
-def test_what_is_no_image_by_its_name_is_said(tmp_path):
+def test_files_that_are_not_images_by_their_names_are_counted(tmp_path):
     root = write_tree(tmp_path)
     dog = tmp_path / "train" / "dog"
     for name in ("a.dcm", "b.DCM", "c", ".hidden"):
         (dog / name).touch()
-    (dog / "more.png").mkdir()
-    (dog / "gone.png").symlink_to(tmp_path / "nowhere")
     (dog / "other.png").symlink_to(dog / "0.png")
-    data = ImageFolder(root)
-    with pytest.warns(UserWarning, match=r"not read as images: 2 x \.dcm, 1 x \.png, 1 x folder, 1 x no extension"):
-        data.check_files()
-    assert data.num_train == 7
+    with pytest.warns(UserWarning, match=r"train are not read as images: 2 x \.dcm, 1 x no extension"):
+        assert ImageFolder(root).num_train == 7
     with pytest.warns(UserWarning, match=r"2 x \.dcm, 1 x no extension"):
         files(tmp_path).setup("predict")
 
@@ -168,30 +159,21 @@ def test_a_number_of_files_decides_whether_they_are_read_first_unless_the_settin
         data.prepare_data()
 
 
-def test_a_command_that_does_not_train_reads_no_training_image_first(tmp_path):
-    data = ImageFolder(spoiled(tmp_path))
-    data.trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.TESTING))
-    data.prepare_data()
-    (tmp_path / "val" / "cat" / "3.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"1 of 24 files in .*val cannot be read.*\n.*3\.png: it is empty"):
-        data.prepare_data()
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda root: shutil.rmtree(root), r"train is missing; set data.init_args.root"),
         (lambda root: shutil.rmtree(root / "train"), r"train is missing; set data.init_args.root"),
         (lambda root: [shutil.rmtree(path) for path in (root / "train").iterdir()], "train has no class folders"),
         (lambda root: (root / "train" / "eel").mkdir(), r"no image files are in .*train/eel; remove the folder"),
-        (lambda root: write_image(root / "val" / "eel" / "0.png"), r"val has class folders that .* not have: eel"),
+        (lambda root: write_image(root / "val" / "eel" / "0.png"), r"val has classes that .* not have: eel"),
+        (lambda root: write_image(root / "val" / "0.png"), r"val/0.png is not .*/val/<class>/<image>\. Move or remove"),
     ],
 )
 def test_a_tree_with_a_fault_is_named_before_a_run(tmp_path, spoil, message):
     root = write_tree(tmp_path / "photos")
     spoil(tmp_path / "photos")
     with pytest.raises(DataError, match=message):
-        ImageFolder(root).check_files()
+        ImageFolder(root).setup()
 
 
 def test_imagenet_uses_val_as_the_test_set_and_ignores_the_unlabelled_test_folder(tmp_path):
@@ -210,13 +192,8 @@ def test_imagenet_uses_val_as_the_test_set_and_ignores_the_unlabelled_test_folde
 @pytest.mark.parametrize("kind", [ImageFolder, ImageNet])
 def test_a_file_is_decoded_once_for_all_views_of_its_image(tmp_path, monkeypatch, kind):
     noise = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for name in ("a", "b"):
-            folder = tmp_path / split / name
-            folder.mkdir(parents=True)
-            for number in range(2):
-                pixels = noise.integers(0, 256, (48, 40, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
+    for file in map(Path, image_files(write_tree(tmp_path, classes=("a", "b"), num=2))):
+        Image.fromarray(noise.integers(0, 256, (48, 40, 3), dtype=np.uint8)).save(file)
     opened = []
     monkeypatch.setattr(file_source, "open_image", lambda path: opened.append(path) or open_image(path))
     train = kind(str(tmp_path), image_size=32).train_dataset
@@ -257,22 +234,6 @@ def test_tiny_imagenet_reads_its_own_layout(tmp_path):
     assert images.shape == (4, 3, 64, 64)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda root: (root / "wnids.txt").unlink(), r"wnids.txt is missing; unpack tiny-imagenet-200.zip"),
-        (lambda root: (root / "train/n01").rename(root / "train/n09"), "train/n01/images is missing; copy or unpack"),
-        (lambda root: (root / "val/val_annotations.txt").unlink(), "val_annotations.txt is missing"),
-        (lambda root: (root / "val/images/val_1.JPEG").unlink(), "val/images/val_1.JPEG is missing"),
-    ],
-)
-def test_a_damaged_tiny_imagenet_is_named_before_training(tmp_path, spoil, message):
-    root = write_tiny(tmp_path)
-    spoil(tmp_path)
-    with pytest.raises(DataError, match=message):
-        TinyImageNet(root).check_files()
-
-
 @pytest.mark.parametrize(("extension", "kind"), [("png", "<u2"), ("tif", "<u2"), ("tif", ">u2")])
 def test_sixteen_bits_become_eight(tmp_path, extension, kind):
     wide = np.linspace(0, 65_535, 256 * 16).reshape(64, 64).astype(kind)
@@ -282,19 +243,6 @@ def test_sixteen_bits_become_eight(tmp_path, extension, kind):
     assert torch.equal(found[0], torch.from_numpy(np.round(wide / 257).astype(np.uint8)))
     assert torch.equal(found[0], found[2])
     assert found.unique().numel() == 256
-
-
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_jpegs_are_decoded_as_pil_does(tmp_path, mode):
-    y, x = np.mgrid[0:40, 0:56]
-    pixels = np.stack([128 + 100 * np.sin(x / 9), 128 + 100 * np.cos(y / 7), 2 * x + y], axis=2).clip(0, 255)
-    Image.fromarray(pixels.astype(np.uint8)).convert(mode).save(tmp_path / "a.jpg", quality=95)
-    ours = open_image(str(tmp_path / "a.jpg"))
-    with Image.open(tmp_path / "a.jpg") as image:
-        pil = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-    assert ours.shape == (3, 40, 56)
-    assert ours.dtype == torch.uint8
-    assert int((ours.int() - pil.int()).abs().max()) <= (2 if mode != "CMYK" else 12)
 
 
 def cut_jpeg(path):
@@ -311,7 +259,6 @@ def cut_jpeg(path):
         ("a.png", lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"), "known format"),
         ("a.jpg", cut_jpeg, "truncated"),
         ("a.tif", lambda path: Image.fromarray(np.ones((8, 8), np.float32)).save(path), "32 bits per pixel"),
-        ("a.tif", lambda path: Image.fromarray(np.ones((8, 8), np.int32)).save(path), "32 bits per pixel"),
         ("a.png", lambda path: None, "No such file"),
     ],
 )

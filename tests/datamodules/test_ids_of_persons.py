@@ -55,17 +55,13 @@ def test_folders_of_one_name_are_one_person_in_every_class(tmp_path):
     assert groups_of(loader.dataset) == dataset.groups
 
 
-def test_an_image_beside_the_folders_of_persons_is_named(tmp_path):
+@pytest.mark.parametrize(("group_folders", "named"), [(True, "benign/lone.png"), (False, "benign/p1/p1_benign_0.png")])
+def test_an_image_that_is_not_in_the_folder_of_its_person_is_named(tmp_path, group_folders, named):
     write_persons(tmp_path)
-    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "benign" / "lone.png")
-    with pytest.raises(DataError, match=r"benign/lone.png is not in a person's folder"):
-        folder_of_persons(tmp_path).check_files()
-
-
-def test_folders_of_persons_without_the_setting_name_it(tmp_path):
-    write_persons(tmp_path)
-    with pytest.raises(DataError, match=r"no image files are in .*train/benign, .*group_folders: true"):
-        ImageFolder(str(tmp_path)).check_files()
+    if group_folders:
+        Image.new("RGB", (8, 8)).save(tmp_path / "train" / "benign" / "lone.png")
+    with pytest.raises(DataError, match=rf"{named} is not .*train/<class>/.*group_folders: true is for class folders"):
+        ImageFolder(str(tmp_path), group_folders=group_folders).setup()
 
 
 def test_data_without_persons_has_none(tmp_path):
@@ -106,18 +102,10 @@ def test_a_table_names_images_by_path_name_or_stem(tmp_path, text, settings):
     ("text", "settings", "message"),
     [
         (PATHS, {"group_column": "patient"}, r"owners.csv has no column 'patient'; it has owner, file"),
-        (PATHS, {"file_column": "image"}, r"owners.csv has no column 'image'"),
-        ("", {}, "has no column 'file'; it has none"),
         (PATHS + "o9,train/cat/0.png\n", {}, r"line 9: train/cat/0.png belongs to 'o9' here, but to 'o0' before"),
         (PATHS.replace("o2,train/dog/5.png\n", ""), {}, r"does not say which person .*dog/5.png belongs to"),
-        (
-            PATHS.replace("o2,train/dog/5", ",train/dog/5"),
-            {},
-            r"owners.csv, element 5: the id of the person is missing",
-        ),
         (PATHS.replace("o2,train/dog/5", "N/A,train/dog/5"), {}, r"element 5: the id of the person is missing \('N/A'"),
         (PATHS, {"group_file": "/nowhere.csv"}, "nowhere.csv cannot be read as a table"),
-        ("file,owner\n" + "x" * 200_000, {}, "cannot be read as a table"),
     ],
 )
 def test_a_table_that_leaves_a_person_open_is_refused(tmp_path, text, settings, message):
@@ -147,14 +135,7 @@ def test_test_images_may_be_left_out_of_a_table_all_or_none(tmp_path):
         folder_with_table(tmp_path, PATHS + "o8,70.png\n").setup()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"group_file": "a.csv"},
-        {"group_column": "owner"},
-        {"group_file": "a.csv", "group_column": "b", "group_folders": True},
-    ],
-)
+@pytest.mark.parametrize("settings", [{"group_file": "a.csv"}, {"group_file": "a.csv", "group_folders": True}])
 def test_settings_that_contradict_each_other_are_refused(tmp_path, settings):
     with pytest.raises(ConfigurationError, match="do not say which images belong to the same person"):
         ImageFolder(str(tmp_path), **settings)
@@ -176,7 +157,6 @@ def test_an_array_tells_persons(tmp_path, groups):
     ("arrays", "message"),
     [
         ({"groups": IDS[:5]}, r"train_groups int64 \(5,\)"),
-        ({"groups": IDS.reshape(6, 2)}, r"train_groups int64 \(6, 2\)"),
         ({"groups": IDS.astype(float)}, "train_groups float64"),
         ({"groups": np.array(["p", ""] * 6)}, r"train_groups, element 1: the id of the person is missing"),
         ({"groups": IDS, "test_groups": IDS}, "needs test_images"),
@@ -204,7 +184,7 @@ def test_features_keep_their_persons(tmp_path):
 # The validation split
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_person_is_in_training_and_validation(tmp_path, seed):
     ids = np.random.default_rng(seed).integers(0, 20, 120)
     data = write_npz(tmp_path, ids, n=120)

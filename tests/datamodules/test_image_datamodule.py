@@ -7,12 +7,11 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader
-from torchvision.transforms import v2
 
 from dp_lightning.datamodules import Digits, NpzImages
 from dp_lightning.datamodules.augmentation import CropAndFlip
 from dp_lightning.datamodules.dataset import ArraySource, ImageDataset
-from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.errors import ConfigurationError
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +25,14 @@ def images_of(dataset) -> torch.Tensor:
 
 
 def test_digits_are_scikit_learns_images_split_once():
-    data = Digits(mean=(0.5,), std=(0.5,))
+    data = Digits()
     data.setup("fit")
     train, test = data.train_dataset, data.test_dataset
     assert (len(train), len(test)) == (data.num_train, 360) == (1437, 360)
     assert (data.num_classes, data.in_channels, data.image_size) == (10, 1, 8)
     ours = torch.cat([images_of(train), images_of(test)]).flatten(1)
-    theirs = torch.from_numpy(load_digits().data).float() / 16 * 2 - 1
-    # Rounding to whole uint8 values moves a pixel by at most half of 1/255 of the range of 2.
-    order = lambda x: x[np.lexsort(x.numpy().round(1).T)]  # noqa: E731
-    torch.testing.assert_close(order(ours), order(theirs), rtol=0, atol=1.01 / 255)
+    theirs = (torch.from_numpy(load_digits().data) / 16 * 255).round().to(torch.uint8)
+    assert sorted(ours.tolist()) == sorted(theirs.tolist())
 
 
 def test_validation_split_is_disjoint_complete_and_repeatable():
@@ -65,24 +62,14 @@ def test_validation_loaders_are_named(arguments, names):
 
 def test_worker_processes_give_the_same_images():
     data = Digits(num_workers=1, eval_batch_size=360)
-    (batch,) = data.val_dataloader()["test"]
-    assert batch[0].dtype == torch.uint8
-    images, labels = data.on_after_batch_transfer(batch, 0)
-    torch.testing.assert_close(images, images_of(data.test_dataset))
+    ((images, labels),) = data.val_dataloader()["test"]
+    assert torch.equal(images, images_of(data.test_dataset))
     assert torch.equal(labels, data.test_dataset.labels)
-    # What is normalised already stays as it is.
-    assert data.on_after_batch_transfer([images, labels], 0)[0] is images
-
-
-def arrays(num: int = 6, size: int = 8) -> ImageDataset:
-    images = torch.randint(1, 255, (num, 3, size, size), dtype=torch.uint8)
-    normalize = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.5,), (0.5,))])
-    augment = CropAndFlip(padding=4, flip=True)
-    return ImageDataset(ArraySource(images, torch.arange(num)), torch.arange(num), None, normalize, augment=augment)
 
 
 def test_a_batched_fetch_takes_any_indices_and_collates():
-    dataset = arrays()
+    source = ArraySource(torch.randint(1, 255, (6, 3, 8, 8), dtype=torch.uint8), torch.arange(6))
+    dataset = ImageDataset(source, torch.arange(6), None)
     assert dataset.__getitems__([]) == []
     pairs = dataset.__getitems__([5, 0, 5])
     assert [label for _, label in pairs] == [5, 0, 5]
@@ -94,11 +81,11 @@ def test_a_batched_fetch_takes_any_indices_and_collates():
 
 @pytest.mark.parametrize(
     ("padding", "flip", "edges"),
-    [(4, True, "zeros"), (1, False, "zeros"), (0, True, "zeros"), (0, False, "zeros"), (4, True, "mirror")],
+    [(4, True, "zeros"), (1, False, "zeros"), (0, True, "zeros"), (4, True, "mirror")],
 )
 def test_every_shift_and_mirror_image_is_drawn_equally_often(padding, flip, edges):
     image = torch.arange(1, 2 * 10 * 12 + 1, dtype=torch.uint8).view(2, 10, 12)
-    count = 400 * (2 * padding + 1) ** 2 * (1 + flip)
+    count = 100 * (2 * padding + 1) ** 2 * (1 + flip)
     modes = {"zeros": "constant", "mirror": "symmetric"}
     padded = torch.from_numpy(np.pad(image.numpy(), [(0, 0), *[(padding, padding)] * 2], mode=modes[edges]))
     offsets = range(2 * padding + 1)
@@ -110,19 +97,18 @@ def test_every_shift_and_mirror_image_is_drawn_equally_often(padding, flip, edge
     counted = collections.Counter(one.numpy().tobytes() for one in drawn)
     counts = [counted[candidate.contiguous().numpy().tobytes()] for candidate in candidates]
     assert sum(counts) == count
-    # Each about 400 times: five standard deviations of a count.
-    assert all(abs(found - 400) < 5 * 20 for found in counts)
+    # Each about 100 times: five standard deviations of a count.
+    assert all(abs(found - 100) < 5 * 10 for found in counts)
 
 
-def test_evaluation_and_validation_images_are_not_augmented(tmp_path):
+def test_validation_images_are_not_augmented(tmp_path):
     images = np.random.default_rng(0).integers(0, 255, (20, 8, 8, 3), dtype=np.uint8)
     labels = np.arange(20) % 2
     np.savez(tmp_path / "a.npz", train_images=images, train_labels=labels)
     data = NpzImages(str(tmp_path / "a.npz"), val_fraction=0.5)
-    first, second = images_of(data.val_dataset), images_of(data.val_dataset)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    expected = torch.from_numpy(images).permute(0, 3, 1, 2)[data.val_dataset.indices].float() / 255 * 2 - 1
-    torch.testing.assert_close(first, expected)
+    assert torch.equal(
+        images_of(data.val_dataset), torch.from_numpy(images).permute(0, 3, 1, 2)[data.val_dataset.indices]
+    )
 
 
 def test_mean_and_std_normalise_each_channel(tmp_path):
@@ -130,31 +116,16 @@ def test_mean_and_std_normalise_each_channel(tmp_path):
     np.savez(tmp_path / "a.npz", train_images=images, train_labels=np.array([0, 1, 0, 1]))
     mean, std = (0.1, 0.2, 0.3), (0.5, 1.0, 0.1)
     data = NpzImages(str(tmp_path / "a.npz"), mean=mean, std=std, augment=False)
-    image, _ = data.train_dataset[0]
-    torch.testing.assert_close(image[:, 0, 0], (0.2 - torch.tensor(mean)) / torch.tensor(std))
+    batch = next(iter(data.train_dataloader()))
+    found, labels = data.on_after_batch_transfer(batch, 0)
+    torch.testing.assert_close(found[0, :, 0, 0], (0.2 - torch.tensor(mean)) / torch.tensor(std))
+    # What is normalised already stays as it is.
+    assert data.on_after_batch_transfer([found, labels], 0)[0] is found
     with pytest.raises(ConfigurationError, match="mean has 2 numbers for 3 channels"):
         NpzImages(str(tmp_path / "a.npz"), mean=(0.1, 0.2)).train_dataset  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"val_fraction": 1.0}, "val_fraction must lie in"),
-        ({"val_fraction": -0.1}, "val_fraction must lie in"),
-        ({"std": (0.0,)}, "std above 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(arguments, message):
-    with pytest.raises(ConfigurationError, match=message):
-        Digits(**arguments)
-
-
-def test_a_validation_split_without_images_is_refused():
-    with pytest.raises(ConfigurationError, match="leaves an empty part"):
-        Digits(val_fraction=1e-4).num_train  # noqa: B018
-
-
-def test_fewer_images_than_announced_are_an_error(monkeypatch):
-    monkeypatch.setattr(Digits, "num_available", 1500)
-    with pytest.raises(DataError, match="holds 1437 training images, but 1500 were expected"):
-        Digits().train_dataset  # noqa: B018
+@pytest.mark.parametrize("fraction", [1.0, -0.1, 1e-4])
+def test_a_split_with_an_empty_part_is_refused(fraction):
+    with pytest.raises(ConfigurationError, match=r"val_fraction=.* of 1437 images leaves an empty part"):
+        Digits(val_fraction=fraction).num_train  # noqa: B018
