@@ -49,8 +49,8 @@ exit codes: 0 done; 1 a check does not hold, or a run of a grid has failed; 2 an
 """
 
 _TRAINING = ("fit", "validate", "test", "predict")
-# They answer at once; the runs of a grid have processes of their own. `doctor` also runs where packages are missing.
-_WITHOUT_TORCH = ("init", "account", "sweep", "report", "configs", "doctor")
+# They answer at once. `doctor` also runs where packages are missing.
+_LIGHT = ("account", "report", "configs", "doctor")
 # Number of turns of a loop for which a thread of torch waits for another one before it sleeps: microseconds instead of
 # milliseconds. Where processes share cores, such as two runs on one machine, waiting threads otherwise take the time of
 # those that they wait for (`docs/performance.md`). GNU OpenMP reads this when torch is imported.
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     try:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
-        if command not in _WITHOUT_TORCH:
+        if command not in _LIGHT:
             _imported("dp_lightning.cores").respect_quota()
         _imported(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
     except DpLightningError as error:

@@ -17,8 +17,8 @@ from pages import ROOT
 from torch.nn import functional as F
 
 from dp_lightning.cli import main
-from dp_lightning.commands.composition import Composer
 from dp_lightning.commands.configs import path_of
+from dp_lightning.commands.fit_settings import SettingsReader
 from dp_lightning.datamodules import NpzImages
 from dp_lightning.models import WideResNet
 from dp_lightning.privacy import ClipPlan, PrivateStep, clipped_gradient_sum
@@ -268,12 +268,12 @@ def test_every_row_of_a_comparison_is_a_configuration(name, comparisons, images,
     monkeypatch.setattr(comparisons, "SCATTERING", few)
     arguments = [name, "--data", str(images), "--out", str(tmp_path), "--epochs", "1", "--epsilons", "8"]
     options = comparisons.parse([*arguments, "--seeds", "1", "--num-train", "54"])
-    base, compose, rows = comparisons.base, Composer(), list(comparisons.COMPARISONS[name](options))
+    base, read, rows = comparisons.base, SettingsReader(), list(comparisons.COMPARISONS[name](options))
     monkeypatch.setattr(comparisons, "base", lambda *args, **kw: base(*args, **{**kw, "batch_size": 18}))
     for row in rows:
         (tmp_path / "row.yaml").write_text(yaml.safe_dump(row.settings(0.1)))
         configs = [f"--config={path}" for path in (*map(path_of, row.configs), tmp_path / "row.yaml")]
-        compose(configs)
+        read(configs)
     monkeypatch.setattr(comparisons.subprocess, "run", lambda command, **kwargs: _in_this_process(command))
     row = rows[-1]._replace(tuned=False)
     monkeypatch.setitem(comparisons.COMPARISONS, name, lambda options: [row])

@@ -14,7 +14,7 @@ from PIL import Image
 
 from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback, SignalToNoise
 from dp_lightning.cli import main
-from dp_lightning.commands.composition import Stopped
+from dp_lightning.commands.fit_settings import Stopped
 from dp_lightning.commands.training import command_line
 from dp_lightning.models.wide_resnet import WideResNet
 from dp_lightning.privacy.clipping import ClipPlan

@@ -23,8 +23,8 @@ from PIL import Image
 from torch.nn import functional as F
 
 from dp_lightning.cli import main
-from dp_lightning.commands.composition import Composer, prepare_to_train
 from dp_lightning.commands.configs import path_of, with_paths
+from dp_lightning.commands.fit_settings import SettingsReader, prepare_to_train
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.privacy import ClipPlan, RunShape, clipped_gradient_sum
 
@@ -68,7 +68,7 @@ PROGRAMS = {
     if (found := [block for block in blocks("python", text) if file_name(block) is None])
 }
 
-COMPOSER = Composer()
+READ = SettingsReader()
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def workplace(tmp_path, monkeypatch):
 def prepared(*arguments):
     """Everything that `dpl fit` builds from these options before it starts to train, on one CPU, and N."""
     here = ["--trainer.accelerator", "cpu", "--trainer.devices", "1", "--trainer.num_nodes", "1"]
-    return prepare_to_train(COMPOSER([*arguments, *here]))
+    return prepare_to_train(READ([*arguments, *here]))
 
 
 @pytest.mark.parametrize("line", TRAINING)
@@ -187,7 +187,7 @@ def test_a_prediction_is_shown_as_it_is_called(workplace):
     (line,) = [line for line in DPL if line.startswith("dpl predict")]
     arguments = shlex.split(line)[1:]
     assert arguments[1:3] == ["--config", "lightning_logs/version_0/config.yaml"]
-    COMPOSER(["--config=configs/wrn16_cifar10.yaml", *arguments[3:]])
+    READ(["--config=configs/wrn16_cifar10.yaml", *arguments[3:]])
 
 
 def test_weights_from_random_images_start_a_run_as_shown(workplace):

@@ -20,7 +20,7 @@ import sys
 _NUMBER = struct.Struct("!i")
 _PASSED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 _IMPORTED = [
-    "dp_lightning.commands.composition",
+    "dp_lightning.commands.fit_settings",
     "dp_lightning.commands.sweep",
     "dp_lightning.commands.training",
     "opacus.accountants",

@@ -1,1 +1,1 @@
-"""The commands of `dpl`, one module each; ``main`` takes the command and its options."""
+"""The commands of `dpl`, and what they share; ``main`` of a command takes its name and its options."""

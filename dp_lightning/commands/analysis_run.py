@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from dp_lightning.callbacks import PrivacyCallback
-from dp_lightning.commands.composition import Stopped
+from dp_lightning.commands.fit_settings import Stopped, num_train_of
 from dp_lightning.commands.pricing import plan_of
 from dp_lightning.commands.quiet import quiet
 from dp_lightning.commands.training import command_line
@@ -82,7 +82,7 @@ class AnalysisRun:
         cli = command_line(["fit", *arguments, "--trainer.logger", "false"], Stopped)
         self.module: pl.LightningModule = cli.model
         self.data: Any = cli.datamodule
-        self.num_train = cast(int, cli.privacy.num_train)
+        self.num_train = num_train_of(cli)
         self.settings = cli.config.fit.privacy.as_dict()
         self._trainer = cli.config.fit.trainer.as_dict()
         self.num_batches, self.asked = num_batches, batch_sizes

@@ -209,6 +209,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, default=1, help="Poisson draws to average over; default: 1")
     parser.add_argument(
         "--batch-sizes",
+        "--batch_sizes",
         type=int,
         nargs="+",
         metavar="B",

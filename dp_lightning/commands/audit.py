@@ -2,7 +2,7 @@
 
 The configuration's module takes steps at q = 1 on synthetic images. Canaries test whether the releases show who took
 part, the noise is tested by itself, and contributions are measured without noise. No private image is read and no
-model is kept. All tests together raise a false alarm with probability at most `FALSE_ALARM`, shared equally among them.
+model is kept. All tests together raise a false alarm with probability at most 1e-4, shared equally among them.
 docs/audit.md says what an audit can show and what it cannot.
 """
 

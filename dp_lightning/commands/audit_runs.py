@@ -11,13 +11,13 @@ Each run is a fit of `synthetic_fit` with another loss:
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from dp_lightning.commands.composition import Composer, prepare
+from dp_lightning.commands.fit_settings import SettingsReader, num_train_of, prepare
 from dp_lightning.commands.pricing import plan_of
 from dp_lightning.commands.synthetic_fit import Releases, fit_on_synthetic_images
 from dp_lightning.errors import ConfigurationError
@@ -113,9 +113,9 @@ class AuditRuns:
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self.settings = Composer()(arguments)
+        self.settings = SettingsReader()(arguments)
         cli = prepare(self.settings)
-        num_train = cast(int, cli.privacy.num_train)  # persons, if they are the unit
+        num_train = num_train_of(cli)
         self.plan: PrivacyPlan = plan_of(self.settings["privacy"], self.settings["trainer"], num_train=num_train)
         if self.plan.noise_multiplier == 0:
             raise ConfigurationError("privacy.noise_multiplier is 0: the run claims no privacy, so nothing is audited.")

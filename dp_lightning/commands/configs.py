@@ -120,9 +120,9 @@ def _purpose(path: Path) -> str:
 
 def _path(name: str) -> Path:
     try:
-        return path_of(name)
-    except ConfigurationError:
         return path_of(name, grid=True)
+    except ConfigurationError:
+        return path_of(name)
 
 
 def _copy(paths: list[Path], to: Path) -> None:

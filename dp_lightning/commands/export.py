@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from dp_lightning.atomic_files import replacing, require_writable
-from dp_lightning.commands.verify import EXPORTED, STATEMENT_FILE, verify
+from dp_lightning.commands.verify import verify
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import ImageClassifier, TimmModule
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.trained import merge_low_rank
+from dp_lightning.privacy.exported import EXPORTED
 from dp_lightning.privacy.journal import journal_name, journal_of, read_journal, up_to
-from dp_lightning.privacy.statement import STATEMENT
+from dp_lightning.privacy.statement import STATEMENT, STATEMENT_FILE
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.private_run.resume import SavedRun
 from dp_lightning.private_run.saved_model import SavedModel
@@ -197,7 +198,7 @@ def _preparation(shape: tuple[int, ...], images: Mapping[str, Any]) -> dict[str,
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dpl export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="dpl export", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--ckpt-path", "--ckpt_path", required=True, help="checkpoint of a private run")
     add("--out", required=True, help="folder for the files")

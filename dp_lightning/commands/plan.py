@@ -1,7 +1,7 @@
 """`dpl plan`: what batch size, epochs and epsilon do to a run, before it starts.
 
 It prints the noise of every combination, and the noise at which the first singular direction of each trained matrix can
-still be recovered. All of it follows from public numbers: no image is read and nothing is trained.
+still be recovered. All of it follows from public numbers: no image is read and no model is trained.
 """
 
 import argparse
@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from dp_lightning.analysis import detection_norm, recovery_gap
-from dp_lightning.commands.composition import Composer, prepare_to_train
 from dp_lightning.commands.configs import with_paths
+from dp_lightning.commands.fit_settings import SettingsReader, prepare_to_train
 from dp_lightning.commands.pricing import plan_of, seconds_per_example
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.results import shown_duration
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
         DpLightningError: as ``dpl fit`` would, for wrong settings; if nothing is private, or nothing can be timed.
     """
     options, of_fit = _parser().parse_known_args(with_paths(arguments)[1:])
-    settings = Composer()(of_fit)
+    settings = SettingsReader()(of_fit)
     cli, num_train = prepare_to_train(settings)
     privacy, trainer, clipping = settings["privacy"], settings["trainer"], cli.privacy.clip_plan
     if cli.privacy.noise_multiplier == 0:

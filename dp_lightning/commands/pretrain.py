@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save
 
 from dp_lightning.atomic_files import replacing, require_writable
-from dp_lightning.commands.composition import Composer, prepare
 from dp_lightning.commands.configs import with_paths
+from dp_lightning.commands.fit_settings import SettingsReader, prepare
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.models.pretraining import Pretraining, Recipe, random_images
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     if options.out.suffix != ".safetensors":
         raise ConfigurationError(f"--out is {options.out}; weights are written as .safetensors.")
     require_writable(options.out.parent, "--out")
-    settings = Composer()(of_fit)
+    settings = SettingsReader()(of_fit)
     if settings["model"].get("init_args", {}).get("weights") is not None:
         raise ConfigurationError("model.init_args.weights is set, but pretraining starts from nothing. Remove it.")
     torch.manual_seed(options.seed)
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
             f"{type(cli.model).__name__} with {type(data).__name__} is something else."
         )
     recipe = Recipe(
-        network={**settings["model"], "num_classes": data.num_classes},  # of the random numbers that the weights take
+        network={**settings["model"], "num_classes": data.num_classes},  # decides the first weights
         channels=data.in_channels,
         size=data.image_size,
         mean=tuple(data.mean),
@@ -106,9 +106,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, default=Path("random.safetensors"), help="file of the weights; default: random.safetensors")
     add("--images", type=int, default=50_000, help="how many images; default: 50,000")
     add("--steps", type=int, default=10_000, help="steps of the optimizer; default: 10,000")
-    add("--batch-size", type=int, default=256, help="images of a step, each in two views; default: 256")
-    add("--learning-rate", type=float, default=0.002, help="of AdamW; default: 0.002")
-    add("--view-size", type=int, help="pixels of a view's side, fewer than the image's to save time; default: all")
+    add("--batch-size", "--batch_size", type=int, default=256, help="images of a step, each in two views; default: 256")
+    add("--learning-rate", "--learning_rate", type=float, default=0.002, help="of AdamW; default: 0.002")
+    side = "pixels of a view's side, fewer than the image's to save time; default: all"
+    add("--view-size", "--view_size", type=int, help=side)
     precision = "32, or bf16 where the hardware computes it faster; default: 32"
     add("--precision", choices=["32", "bf16"], default="32", help=precision)
     add("--seed", type=int, default=0, help="of everything random; the weights are public, and so is it; default: 0")

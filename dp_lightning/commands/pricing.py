@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from dp_lightning.commands.composition import prepare_to_train
+from dp_lightning.commands.fit_settings import prepare_to_train
 from dp_lightning.commands.synthetic_fit import fit_on_synthetic_images
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 from dp_lightning.private_run.settings import PrivacySettings

@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     options = _parser().parse_args(arguments[1:])
     target: Path = options.target
     if target.is_dir():
-        # Imported here, since the report of a grid needs no torch.
+        # Imported here, so that --help answers at once.
         from dp_lightning.commands.run_page import run_page
 
         require_writable(target, "The folder of the run")

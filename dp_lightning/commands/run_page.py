@@ -13,9 +13,8 @@ from dp_lightning.experiments.document import Document, figure, style
 from dp_lightning.experiments.results import shown_epsilon
 from dp_lightning.experiments.runs import facts_in
 from dp_lightning.foreign_text import read_json
-from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.statement import STATEMENT_FILE, PrivacyStatement
 
-_STATEMENT = "privacy_statement.json"
 # Curves of validation and test images. Numbers of any other tag may come from training examples: they are left out.
 _EVALUATIONS = ("val/", "test/")
 Curve = dict[int, float]
@@ -32,13 +31,13 @@ def run_page(folder: Path) -> tuple[Document, str]:
         ConfigurationError: if matplotlib is not installed.
         DataError: if this is not the folder of a private run, or the run has no statement.
     """
-    if not (folder / _STATEMENT).is_file():
+    if not (folder / STATEMENT_FILE).is_file():
         raise DataError(
-            f"{folder} has no {_STATEMENT}. Either its run has not ended or was killed: release nothing of it; `dpl "
-            f"account {folder}` prints what it has spent, and its command with --ckpt_path last resumes it. Or it is "
+            f"{folder} has no {STATEMENT_FILE}. Either its run has not ended or was killed: release nothing of it; "
+            f"`dpl account {folder}` prints what it has spent, and its command with --ckpt_path last resumes it. Or it is "
             "not the folder of a private run: give one such as lightning_logs/version_0."
         )
-    facts: dict[str, Any] = read_json(folder / _STATEMENT)
+    facts: dict[str, Any] = read_json(folder / STATEMENT_FILE)
     statement = PrivacyStatement.from_dict(facts)
     verdict = facts["release"].removeprefix("not for release: ")
     result = facts_in(folder / "result.json")
@@ -65,13 +64,11 @@ def run_page(folder: Path) -> tuple[Document, str]:
     _evaluations(page, {tag: curve for tag, curve in curves.items() if tag not in statement.unprotected})
     page.heading("Signal and noise of the gradient")
     _snr(page, facts_in(folder / "snr.json"))
-    if (text := (folder / _STATEMENT).with_suffix(".md")).is_file():
-        page.quoted(text.read_text())
-        page.say(
-            "dpl verify and this folder check that the statement, the journal and the checkpoints belong together."
-        )
-    if (text := folder / "config.yaml").is_file():
-        page.fold("Configuration: config.yaml", text.read_text())
+    if (statement_text := (folder / STATEMENT_FILE).with_suffix(".md")).is_file():
+        page.quoted(statement_text.read_text())
+        page.say("dpl verify checks that the statement, the journal and the checkpoints belong together.")
+    if (configuration := folder / "config.yaml").is_file():
+        page.fold("Configuration: config.yaml", configuration.read_text())
     return page, headline
 
 

@@ -76,14 +76,14 @@ def planned_runs(grid: Grid, out: Path, override: Sequence[str]) -> list[Run]:
         DpLightningError: for a setting that does not parse, and two runs with the same settings.
     """
     # Imported here, so that --help answers at once.
-    from dp_lightning.commands.composition import Composer
+    from dp_lightning.commands.fit_settings import SettingsReader
 
-    compose = Composer()
+    read = SettingsReader()
     runs: list[Run] = []
     cells: dict[str, Cell] = {}
     for cell in grid.cells([f"--{text}" for text in override]):
         try:
-            settings = compose(cell.arguments)
+            settings = read(cell.arguments)
         except DpLightningError as error:
             raise type(error)(f"{grid.path}, run {cell.name}: {error}") from error
         # Where a run writes does not change what it does.

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback
-from dp_lightning.commands.composition import prepare
+from dp_lightning.commands.fit_settings import prepare
 from dp_lightning.commands.quiet import quiet
 from dp_lightning.datamodules.base import ImageDataModule
 from dp_lightning.errors import ConfigurationError, DpLightningError
@@ -88,7 +88,7 @@ def fit_on_synthetic_images(
         changed = {**settings, "privacy": privacy, "trainer": trainer}
         changed.pop("lr_scheduler", None)  # it may monitor a metric of the validation, which is left out
         cli = prepare(changed)
-        cli.privacy.num_train = None
+        cli.privacy.num_train = None  # the synthetic examples have a number of their own
         module, data = cli.model, cli.datamodule
         _replace_data(module, data, columns, examples)
         _replace_loss(module, loss)

@@ -17,7 +17,7 @@ from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.foreign_text import read_json
 from dp_lightning.privacy.accounting import Run, compose, compose_all
 from dp_lightning.privacy.journal import Steps, journal_name, journals_in, read_journal, run_of, spent_in
-from dp_lightning.privacy.statement import PrivacyStatement
+from dp_lightning.privacy.statement import STATEMENT_FILE, PrivacyStatement
 
 Kinds = Counter[tuple[float, float]]
 """How many steps were taken with each ``(noise_multiplier, sample_rate)``."""
@@ -123,7 +123,7 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
             raise DataError(f"{folder} has no journal of a private run. Give folders such as lightning_logs/version_0.")
         for path in paths:
             journals.setdefault(run_of(path), {}).update(read_journal(path, run_of(path)))
-        for path in sorted(folder.rglob("privacy_statement.json")):
+        for path in sorted(folder.rglob(STATEMENT_FILE)):
             facts = read_json(path)
             claims.append(PrivacyStatement.from_dict(facts))
             if (release := facts.get("release", "ok")) != "ok":

@@ -184,7 +184,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     def val_dataset(self) -> ImageDataset | None:
         """The validation images, or None when there are none."""
         if "val" in self.own_splits:
-            return self._dataset("val", torch.arange(len(self._source("val").labels)))
+            return self._dataset("val", torch.arange(len(self.source("val").labels)))
         held_out = self._split_indices()[1]
         return self._dataset("train", held_out) if len(held_out) else None
 
@@ -200,7 +200,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
                 f"{type(self).__name__} found no test set in its files. `dpl validate` evaluates on the validation "
                 "split; `dpl predict --data ImageFiles --data.root FOLDER` predicts any folder of images."
             )
-        return self._dataset("test", torch.arange(len(self._source("test").labels)))
+        return self._dataset("test", torch.arange(len(self.source("test").labels)))
 
     def train_dataloader(self) -> DataLoader:
         """Shuffled batches. A private run replaces the sampler with its own."""
@@ -226,7 +226,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             return batch
         return [normalized(images, self.mean, self.std), *rest]
 
-    def _source(self, split: Split) -> ImageSource:
+    def source(self, split: Split) -> ImageSource:
         if split not in self._sources:
             self._sources[split] = self.read_split(split)
         return self._sources[split]
@@ -257,7 +257,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
                 raise ConfigurationError(f"{name} has {len(values)} numbers for {self.in_channels} channels")
         drawn = self.random_transform() if train else None
         return ImageDataset(
-            self._source(split),
+            self.source(split),
             indices,
             self.image_transform() if drawn is None else drawn,
             augment=self.augmentation() if train else None,

@@ -1,6 +1,6 @@
 """Labelled image files, read when they are needed: a million of them take only the memory of their names.
 
-``open_image`` alone makes an array of a file.
+Only ``open_image`` decodes a file.
 """
 
 import hashlib

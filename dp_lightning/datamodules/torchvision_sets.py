@@ -17,7 +17,7 @@ from dp_lightning.errors import DataError
 
 
 class _TorchvisionImages(ImageDataModule):
-    """Images that torchvision can download, 32x32 pixels in RGB.
+    """Images that torchvision can download, and compares with their checksums.
 
     Args:
         root: Folder that holds the files in torchvision's layout (``cifar-10-batches-py``, ``cifar-100-python``,
@@ -42,7 +42,7 @@ class _TorchvisionImages(ImageDataModule):
 
     def prepare_data(self) -> None:
         for split in self.own_splits:
-            self._source(split)
+            self.source(split)
 
     def read_split(self, split: Split) -> ArraySource:
         try:

@@ -8,6 +8,8 @@ from dp_lightning.errors import DataError
 from dp_lightning.privacy.statement import STATEMENT, PrivacyStatement
 from dp_lightning.privacy.weights import digest_of
 
+#: The file of weights that `dpl export` writes.
+EXPORTED = "model.safetensors"
 # Names in the metadata: of the recipe by which `dpl pretrain` has made the weights, of their digest, and of what they
 # come from, in words.
 RECIPE, TENSORS, SOURCE = "recipe", "tensors", "source"

@@ -25,6 +25,8 @@ from dp_lightning.privacy.plan import PrivacyPlan
 installed = cache(version)
 #: Under which name the metadata of exported weights holds their statement.
 STATEMENT = "privacy_statement"
+#: The file of it that machines read, in the folder of a run.
+STATEMENT_FILE = "privacy_statement.json"
 #: Epsilon above which a run is not for release. A test for one example that is right with certainty may then be wrong
 #: about others less than once in exp(20), half a billion: the guarantee excludes nothing that an attack would do.
 LARGEST_EPSILON = 20.0
@@ -200,7 +202,7 @@ class PrivacyStatement:
         """Write privacy_statement.json and privacy_statement.md into `directory`, each in one step."""
         folder = Path(directory)
         as_json = json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
-        paths = folder / "privacy_statement.json", folder / "privacy_statement.md"
+        paths = folder / STATEMENT_FILE, folder / "privacy_statement.md"
         for path, text in zip(paths, (as_json, self.to_markdown()), strict=True):
             with replacing(path) as file:
                 file.write(text.encode())

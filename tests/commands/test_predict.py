@@ -15,7 +15,7 @@ from PIL import Image
 
 from dp_lightning import datamodules
 from dp_lightning.cli import main
-from dp_lightning.commands.composition import Composer
+from dp_lightning.commands.fit_settings import SettingsReader
 from dp_lightning.lightning_modules import ImageClassifier
 
 QUIET = ["--trainer.accelerator", "cpu", "--trainer.logger", "false", "--trainer.enable_progress_bar", "false"]
@@ -277,7 +277,7 @@ def test_data_of_another_kind_has_its_own_defaults(name):
     kind = getattr(datamodules, name)
     needed = {setting: "x" for setting in ("path", "root") if setting in inspect.signature(kind).parameters}
     given = [f"--data.{setting}=x" for setting in needed]
-    found = Composer()(["--config=digits", "--data", name, *given])["data"]
+    found = SettingsReader()(["--config=digits", "--data", name, *given])["data"]
     plain = kind(**needed)
     assert found["class_path"].endswith(name)
     for setting in ("mean", "std", "augment", "flip", "image_size"):

@@ -13,7 +13,7 @@ import yaml
 
 from dp_lightning.cli import main
 from dp_lightning.commands import sweep
-from dp_lightning.commands.composition import Composer
+from dp_lightning.commands.fit_settings import SettingsReader
 from dp_lightning.experiments import runs
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.results import published
@@ -184,7 +184,7 @@ def test_a_dry_run_prints_commands_and_prices_and_writes_nothing(tmp_path, capsy
 
 def test_the_settings_of_every_grid_parse():
     """Those of all points of the first axis, and of all that bring files; the others differ in numbers alone."""
-    compose = Composer()
+    read = SettingsReader()
     for path in SWEEPS:
         grid, seen = Grid.load(path), set()
         assert grid.published is None or grid.published in published()["accuracy"]
@@ -193,7 +193,7 @@ def test_the_settings_of_every_grid_parse():
             kind = (*(each.partition("=")[0] for each in settings), *set(cell.arguments) - set(settings))
             if kind not in seen:
                 seen.add(kind)
-                composed = compose(cell.arguments)
+                composed = read(cell.arguments)
                 # The images by which a tuned axis is chosen.
                 assert grid.tuned is None or "'val_fraction': 0.1" in str(composed["data"])
 

@@ -98,7 +98,7 @@ def with_a_penalty_on_its_input(module, x, y):
     [
         (by_a_mask, "x.mask"),
         (by_a_number, "torch.where"),
-        (with_a_penalty_on_its_input, "require a gradient"),
+        (with_a_penalty_on_its_input, "requires_grad_"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -43,7 +43,7 @@ class _Composed(_Prepared):
         pass
 
 
-class Composer:
+class SettingsReader:
     """Reads options of ``dpl fit`` any number of times; the parser is built once, since that takes longest."""
 
     def __init__(self) -> None:
@@ -85,10 +85,19 @@ def prepare_to_train(settings: Mapping[str, Any]) -> tuple[TrainingCLI, int]:
     """
     cli = prepare(settings)
     check_settings(cli.trainer, cli.model)
-    num_train = cli.privacy.num_train
-    if num_train is None:
+    num_train = num_train_of(cli)
+    shares_of(cli.privacy.frozen_until or {}, trained_parameters(cli.model))
+    return cli, num_train
+
+
+def num_train_of(cli: TrainingCLI) -> int:
+    """The number of training examples, or of persons if they are the unit, before any image is read.
+
+    Raises:
+        ConfigurationError: if neither the data module nor the settings state it.
+    """
+    if cli.privacy.num_train is None:
         raise ConfigurationError(
             f"{type(cli.datamodule).__name__} does not state the number of training examples. Set privacy.num_train."
         )
-    shares_of(cli.privacy.frozen_until or {}, trained_parameters(cli.model))
-    return cli, num_train
+    return cli.privacy.num_train
