@@ -10,6 +10,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
@@ -120,9 +121,11 @@ def _purpose(path: Path) -> str:
 
 def _path(name: str) -> Path:
     try:
-        return path_of(name, grid=True)
-    except ConfigurationError:
         return path_of(name)
+    except ConfigurationError:
+        with suppress(ConfigurationError):
+            return path_of(name, grid=True)
+        raise
 
 
 def _copy(paths: list[Path], to: Path) -> None:

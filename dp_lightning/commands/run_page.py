@@ -34,8 +34,8 @@ def run_page(folder: Path) -> tuple[Document, str]:
     if not (folder / STATEMENT_FILE).is_file():
         raise DataError(
             f"{folder} has no {STATEMENT_FILE}. Either its run has not ended or was killed: release nothing of it; "
-            f"`dpl account {folder}` prints what it has spent, and its command with --ckpt_path last resumes it. Or it is "
-            "not the folder of a private run: give one such as lightning_logs/version_0."
+            f"`dpl account {folder}` prints what it has spent, and its command with --ckpt_path last resumes it. Or it "
+            "is not the folder of a private run: give one such as lightning_logs/version_0."
         )
     facts: dict[str, Any] = read_json(folder / STATEMENT_FILE)
     statement = PrivacyStatement.from_dict(facts)
