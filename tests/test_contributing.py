@@ -40,7 +40,9 @@ def follow(blocks, root):
         if language == "diff":  # lines that begin with a space, + or -; those that it keeps or removes stand together
             old, new = ("".join(line[1:] or "\n" for line in code.splitlines(True) if line[0] != sign) for sign in "+-")
             there = [root / path for path in named if (root / path).exists()]
-            (path,) = [path for path in there if path.read_text().count(old) == 1]
+            places = [path for path in there if path.read_text().count(old) == 1]
+            assert len(places) == 1, f"CONTRIBUTING.md shows lines that are no longer in one of {named}:\n{old}"
+            (path,) = places
             code = path.read_text().replace(old, new)
         else:
             (path,) = [root / path for path in named if not (root / path).exists()]

@@ -85,6 +85,7 @@ def workplace(tmp_path, monkeypatch):
     np.savez("images.npz", train_images=np.zeros((4, 28, 28, 3), np.uint8), train_labels=np.array([0, 1, 2, 1]))
     for name, block in FILES.items():
         Path(name).write_text(block)
+    Path("photos.yaml").symlink_to("own_photos.yaml")  # what `dpl init` writes needs weights
     yield tmp_path
     for name in FILES:  # the modules of this folder, which the next one has too
         sys.modules.pop(Path(name).stem, None)
@@ -127,9 +128,6 @@ def test_another_command_takes_its_options(line, workplace):
     options = parser.parse_args(arguments)
     if command == "sweep" or (command == "report" and "lightning_logs" not in line):
         given = getattr(options, "grid", None) or options.target
-        if str(given) in FILES:  # beside the files of its base
-            for path in (ROOT / "configs").glob("*.yaml"):
-                Path(path.name).symlink_to(path)
         assert list(Grid.load(path_of(given, grid=True)).cells())
 
 
@@ -153,7 +151,7 @@ set -- "$@" --trainer.accelerator cpu --trainer.max_epochs 6 --privacy.accountan
 [ -e killed ] && exec {python} -m dp_lightning "$@"
 touch killed
 {python} -m dp_lightning "$@" &
-while ! ls lightning_logs/*/checkpoints/*.ckpt; do sleep 0.02; done
+while ! ls runs/digits/lightning_logs/*/checkpoints/*.ckpt; do sleep 0.02; done
 kill -9 $!
 exit 137
 """
@@ -165,8 +163,9 @@ def test_the_loop_shown_brings_a_run_that_is_killed_to_its_end(workplace, warm_p
     environment = {**os.environ, "PATH": f"{workplace}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     subprocess.run(["bash", "-c", LOOP], env=environment, check=True, timeout=200, capture_output=True)
     assert (workplace / "killed").exists()
-    assert json.loads(Path("lightning_logs/version_1/result.json").read_text())["completed"] is True
-    assert json.loads(Path("lightning_logs/version_1/privacy_statement.json").read_text())["num_steps"] == 6 * 3
+    second = workplace / "runs/digits/lightning_logs/version_1"
+    assert json.loads((second / "result.json").read_text())["completed"] is True
+    assert json.loads((second / "privacy_statement.json").read_text())["num_steps"] == 6 * 3
 
 
 def test_the_timeout_shown_is_the_strategys(workplace):
@@ -347,6 +346,11 @@ def test_links_lead_to_files(document):
     for path in spans(PAGES[document]):
         if path.split("/")[0] in FOLDERS and path.endswith(ENDINGS) and not set(path) & set("*<{ "):
             assert (ROOT / path).is_file(), path
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_no_empty_line_stands_within_a_table(document):
+    assert not re.findall(r"^\|.*\n\n(\|.*)\n(?!\| ?-)", PAGES[document], flags=re.MULTILINE)
 
 
 def test_names_in_the_notation_exist():

@@ -36,7 +36,7 @@ class PrivacySettings:
         expected_batch_size: B, the mean number of examples in a logical batch.
         target_epsilon: the epsilon that the whole run may spend; the noise is solved for it.
         noise_multiplier: sigma, the noise's standard deviation over the sensitivity.
-        delta: probability with which epsilon may be exceeded; below 1/N.
+        delta: reserve for which epsilon promises nothing; should be at most 0.1/N, and has to be below 1/N.
         max_grad_norm: C, the most that one example can contribute, in L2 norm.
         clipping: one norm over all parameters, or one per layer with C / sqrt(L) each.
         clip_factor: ``abadi`` min(1, C/norm), or ``automatic`` C/(norm + 0.01).
