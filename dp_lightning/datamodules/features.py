@@ -18,7 +18,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 from tqdm import tqdm
@@ -216,6 +216,6 @@ class CachedFeatures(lightning.LightningDataModule):
                 pixels = normalized(images.to(network.device), self.images.mean, self.images.std)
                 features.append(network(pixels).cpu().to(network.stored_as))
         with replacing(path, private=True) as file:
-            save_file({"features": torch.cat(features)}, file.name)
+            file.write(save({"features": torch.cat(features)}))
         rank_zero_info(f"{what} are in {self.folder}.")
         self._network = network.cpu()
