@@ -77,7 +77,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     @property
     @abstractmethod
     def num_classes(self) -> int:
-        """Number of classes; labels are 0 to ``num_classes - 1``."""
+        """Number of classes, with labels 0 to ``num_classes - 1``, or of the labels that an image may have."""
 
     @property
     @abstractmethod
@@ -98,6 +98,16 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     def class_names(self) -> list[str] | None:
         """Names of the classes in the order of their labels; None if they have no names."""
         return None
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may have several labels: then labels are float32 (N, ``num_classes``) of 0 and 1."""
+        return False
+
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the classes, or of the labels that an image may have, in order; numbers if they have no names."""
+        return self.class_names or [str(number) for number in range(self.num_classes)]
 
     @property
     def resized_to(self) -> int | None:
