@@ -156,8 +156,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         if (persons := self._groups_at("train", self._split_indices()[0])) is None:
             raise ConfigurationError(
                 f"privacy.unit_of_privacy is group, but {type(self).__name__} does not know which images belong to "
-                f"the same person. Set {self.settings}.group_folders or group_file of ImageFolder, or add the array "
-                "train_groups to the file of NpzImages."
+                f"the same person. Set {self.settings}.group_folders or group_file of ImageFolder, "
+                "group_column of ImageTable, or add the array train_groups to the file of NpzImages."
             )
         return len(set(persons))
 
