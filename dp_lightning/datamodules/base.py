@@ -247,7 +247,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         units, what = np.arange(self.num_available), "images"
         if persons is not None:  # they are numbered in the order of their ids
             units, what = np.unique(np.array(persons), return_inverse=True)[1], "persons"
-        count = int(units.max()) + 1
+        count = int(units.max(initial=-1)) + 1
         held_out = round(self.val_fraction * count)
         if self.val_fraction and "val" in self.own_splits:
             raise ConfigurationError("the data has its own validation set; set val_fraction to 0")
