@@ -30,7 +30,7 @@ from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, luma, require_readable
 from dp_lightning.datamodules.listing import SPLIT_NAMES, files_in, image_files, split_of, what_is_in
-from dp_lightning.datamodules.tables import persons_of_files
+from dp_lightning.datamodules.tables import persons_of_files, tables_beside
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group, checked_groups
 
@@ -68,7 +68,8 @@ class ImageFolder(ImageDataModule):
         group_folders: Whether each class folder holds a folder per person, with the person's images. Folders with the
             same name are the same person, in all classes and sets.
         group_file: A CSV file with a header that says which person each image belongs to. It names an image by its path
-            or the end of it, such as its name, with or without the extension.
+            or the end of it, such as its name, with or without the extension. A table such as ``test.csv`` is read
+            beside ``train.csv``.
         group_column: The column of ``group_file`` with the person ids.
         image_column: The column of ``group_file`` with the image names.
 
@@ -191,12 +192,11 @@ class ImageFolder(ImageDataModule):
                 persons = checked_groups([Path(path).parent.name for path in paths], str(folder))
             elif self.group_file is not None and self.group_column is not None:
                 columns = {"image_column": self.image_column, "group_column": self.group_column}
-                persons = persons_of_files(paths, self._person_table(split), required=split == "train", **columns)
+                table = Path(self.group_file)
+                table = tables_beside(table).get(split, table)
+                persons = persons_of_files(paths, table, required=split == "train", **columns)
             found[split] = FileSource(paths, labels, persons)
         return found
-
-    def _person_table(self, split: Split) -> Path:
-        return Path(str(self.group_file))
 
     def _labels(self, split: Split, names: Sequence[Any]) -> Tensor:
         """Return the labels of a split, int64 (n,), from the classes of its images."""

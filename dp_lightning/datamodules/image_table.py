@@ -55,7 +55,6 @@ class ImageTable(ImageFolder):
         persons = label_file if group_file is None and group_column is not None else group_file
         super().__init__(root, image_column=image_column, group_file=persons, group_column=group_column, **kwargs)
         self.label_file, self.label_column, self.label_separator = label_file, label_column, label_separator
-        self._tables = tables_beside(Path(label_file))
 
     @property
     def multi_label(self) -> bool:
@@ -75,10 +74,6 @@ class ImageTable(ImageFolder):
 
     def _listed(self, split: Split, folder: Path) -> list[tuple[str, Any]]:
         return self._rows[split]
-
-    def _person_table(self, split: Split) -> Path:
-        own = super()._person_table(split)
-        return self._tables.get(split, own) if self.group_file == self.label_file else own
 
     def _labels(self, split: Split, names: Sequence[tuple[str, ...]]) -> Tensor:
         numbers = {name: number for number, name in enumerate(self.class_names)}
@@ -108,17 +103,15 @@ class ImageTable(ImageFolder):
             images[file] = next((split for split in map(split_of, folders) if split), None)
         found: dict[Split, list[tuple[str, tuple[str, ...]]]] = {}
         without_row = set(images)
-        for of, path in self._tables.items():
+        for of, path in tables_beside(Path(self.label_file)).items():
             table = Table.read(path)
             columns = [self.label_column] if isinstance(self.label_column, str) else self.label_column
             if of not in (None, "train") and not {self.image_column, *columns} <= set(table.columns):
                 rank_zero_warn(f"{path} is not read: it has no labels ({', '.join(columns)}).")
                 continue
-            table.require("image_column", self.image_column)
-            table.require("label_column", *columns)
             splits = [column for column in table.columns if column.lower() == "split" and of is None]
             files = [file for file, folder in images.items() if of is None or folder in (of, None)]
-            rows = table.rows_of(files, self.image_column, [*columns, *splits])
+            rows = table.rows_of(files, self.image_column, label_column=columns, split=splits)
             for file, row in zip(files, rows, strict=True):
                 if row is None:
                     continue
@@ -149,8 +142,7 @@ class ImageTable(ImageFolder):
             return tuple(column for column in self.label_column if ZERO_OR_ONE[row.cells[column].lower()])
         text = row.cells[self.label_column]
         if self.label_separator is not None:  # a list of Python is understood as well
-            parts = [part.strip(" []'\"") for part in text.split(self.label_separator)]
-            return tuple(part for part in parts if part)
+            return tuple(filter(None, (part.strip(" []'\"") for part in text.split(self.label_separator))))
         if not text:
             raise DataError(f"{row.where}: {self.label_column} is empty. Give the image a label, or remove the row.")
         return (text,)

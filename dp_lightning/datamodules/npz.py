@@ -115,15 +115,16 @@ class NpzImages(ImageDataModule):
             raise DataError(f"{self.path} is not a complete .npz file ({error}); copy or download it again") from error
         for split in SPLITS:
             found = {name: header for name, header in headers.items() if name.startswith(split)}
-            if "train_images" in headers and headers["train_images"].shape[:1] == (0,):
-                raise DataError(
-                    f"{self.path}: the training set is empty; train_images has the shape "
-                    f"{headers['train_images'].shape}."
-                )
             if (split == "train" or found) and not _is_complete(found, split, headers):
+                images = headers.get(f"{split}_images")
+                empty = (
+                    f"The {'training' if split == 'train' else split} set is empty: "
+                    if images and images.shape[:1] == (0,)
+                    else ""
+                )
                 raise DataError(
-                    f"{self.path} needs {split}_images, uint8 (N, H, H) or (N, H, H, C) with C up to 4, in the size of "
-                    f"train_images, and {split}_labels, integers (N,), (N, 1) or (N, L) as in train_labels; "
+                    f"{empty}{self.path} needs {split}_images, uint8 (N, H, H) or (N, H, H, C) with C up to 4, in the "
+                    f"size of train_images, and {split}_labels, integers (N,), (N, 1) or (N, L) as in train_labels; "
                     f"{split}_groups, if there are any, are integers or text (N,) or (N, 1). It has "
                     f"{', '.join(f'{name} {header.dtype} {header.shape}' for name, header in headers.items())}."
                 )

@@ -56,41 +56,35 @@ class Table:
             raise DataError(f"{path} cannot be read as a table in UTF-8 ({error}).") from error
         return cls(path, columns, rows)
 
-    def require(self, setting: str, *columns: str) -> None:
-        """Check that the columns exist which a setting names.
+    def rows_of(self, files: Sequence[str], image_column: str, **used: Sequence[str]) -> list[Row | None]:
+        """Return the row of each file, or None; ``used`` has the names of further settings with their columns.
 
         Raises:
-            DataError: naming the columns that are there.
+            DataError: A column is missing, two rows of a file differ in a column, or a row names two files.
         """
-        for column in columns:
-            if column not in self.columns:
+        for setting, columns in {"image_column": [image_column], **used}.items():
+            if missing := set(columns) - set(self.columns):
                 raise DataError(
-                    f"{self.path} has no column {column!r}; it has {', '.join(self.columns) or 'none'}. Set {setting}."
+                    f"{self.path} has no column {min(missing)!r}; it has {', '.join(self.columns) or 'none'}. "
+                    f"Set {setting}."
                 )
-
-    def rows_of(self, files: Sequence[str], image_column: str, columns: Sequence[str]) -> list[Row | None]:
-        """Return the row of each file, or None. A row names a file by one of ``names_of`` it.
-
-        Raises:
-            DataError: Two rows of a file differ in one of ``columns``, or a row names two files.
-        """
         rows: dict[str, Row] = {}
         for row in self.rows:
             name = name_in(row.cells[image_column])
             earlier = rows.setdefault(name, row)
-            for column in columns:
+            for column in (column for columns in used.values() for column in columns):
                 if row.cells[column] != earlier.cells[column]:
                     raise DataError(
                         f"{row.where}: {name} has {row.cells[column]!r} in {column} here, but "
                         f"{earlier.cells[column]!r} before. Give each image one row."
                     )
-        used: dict[str, str] = {}
+        taken: dict[str, str] = {}
         found: list[Row | None] = []
         for file in files:
             name = next((name for name in names_of(file) if name in rows), "")
-            if name and used.setdefault(name, file) != file:
+            if name and taken.setdefault(name, file) != file:
                 raise DataError(
-                    f"{self.path}: {name} could be {used[name]} or {file}. In the table, name images by their paths."
+                    f"{self.path}: {name} could be {taken[name]} or {file}. In the table, name images by their paths."
                 )
             found.append(rows.get(name) if name else None)
         return found
@@ -118,10 +112,7 @@ def persons_of_files(
         DataError: The table or a column is missing, a file is not in it or has two persons, a row matches two files,
             or an id is missing.
     """
-    table = Table.read(path)
-    table.require("image_column", image_column)
-    table.require("group_column", group_column)
-    rows = table.rows_of(files, image_column, [group_column])
+    rows = Table.read(path).rows_of(files, image_column, group_column=[group_column])
     if not required and not any(rows):
         return None
     persons: list[Group] = []
