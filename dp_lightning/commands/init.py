@@ -105,8 +105,8 @@ def _data(options: argparse.Namespace, given: list[str]) -> tuple[str, dict[str,
     folders = [path for path in sorted(root.iterdir()) if path.is_dir() and path.name[0] != "."]
     train = next((path for path in folders if path.name.lower() in SPLIT_NAMES["train"]), None)
     classes = [path for path in (train or root).iterdir() if path.is_dir() and files_in(path)[0]]
-    labels = settings_of_table(root, options) if options.label_file or train is None or len(classes) < 2 else None
-    if labels is not None:
+    required = len(classes) < 2 or options.label_file is not None
+    if (train is None or required) and (labels := settings_of_table(root, options, required=required)):
         return "ImageTable", {**settings, **labels, **({} if table is None else {"group_file": str(table)})}
     if train is None:
         told = f"{root}/train is missing. Put the images into {root}/train/<class>/, and those for the test into"

@@ -16,11 +16,12 @@ _LIKE_LABELS = r".*(label|class|categor|diagnos|finding|tags|species|breed).*"
 _PERSONS = r"(patient|person|subject|participant|owner)s?[ _]?(id|no|nr|number|name|key)?"
 
 
-def settings_of_table(root: Path, options: Namespace) -> dict[str, Any] | None:
+def settings_of_table(root: Path, options: Namespace, *, required: bool) -> dict[str, Any] | None:
     """Return the settings of ``ImageTable`` for a folder; None if no table in or beside it has labels of its images.
 
     Args:
         options: of `dpl init`; they take precedence over what is found.
+        required: whether nothing else can say the labels; without it, an error becomes None.
 
     Raises:
         DataError: a table is malformed, or it is unknown which of its columns has the labels.
@@ -33,7 +34,7 @@ def settings_of_table(root: Path, options: Namespace) -> dict[str, Any] | None:
         try:
             table = Table.read(path)
         except DataError:
-            if options.label_file or root in path.parents:
+            if required and (options.label_file or root in path.parents):
                 raise
             continue
         # Names that are paths count more than numbers.
@@ -55,7 +56,7 @@ def settings_of_table(root: Path, options: Namespace) -> dict[str, Any] | None:
                 settings["label_separator"] = separator
                 break
         return {**settings, "image_column": image, **({} if person is None else {"group_column": person})}
-    if unclear is not None:
+    if unclear is not None and required:
         raise DataError(f"{unclear} Give --label-column.")
     return None
 

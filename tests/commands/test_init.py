@@ -193,6 +193,27 @@ def test_folders_inside_the_class_folders_are_persons():
     assert found["privacy"]["expected_batch_size"] == 2
 
 
+@pytest.mark.parametrize("text", ["file,owner\ndark/0.png,7\n", "file,age\n0,8\n", "file\n0,8\n"])
+def test_another_table_leaves_the_folders_of_classes_to_say_the_labels(photos, capsys, text):
+    (photos / "train").rename("flat")
+    Path("flat/owners.csv").write_text(text)
+    assert "flat_run/train && dpl init flat_run" in refused(capsys, "flat")
+    said = refused(capsys, "flat", "--label-file", "flat/owners.csv")
+    assert "Give --label-column" in said or "line 2: the row has 2 cells" in said
+
+
+@pytest.mark.parametrize("folders", [("part_1", "part_2"), ("images", "masks"), ("train", "test")])
+def test_a_table_comes_before_folders_that_are_no_classes(folders):
+    for number, kind in enumerate(NAMES * 20):
+        write_image(Path("scans", folders[number // 30], f"{number}.png"), NAMES.index(kind))
+    lines = [f"lesion{k},{k},{kind},consensus,{40 + k}" for k, kind in enumerate(NAMES * 20)]
+    Path("scans/metadata.csv").write_text("\n".join(["lesion_id,image_id,dx,dx_type,age", *lines]))
+    main(["init", "scans", "--from-scratch"])
+    data = written("scans.yaml")["data"]
+    assert (data["class_path"], data["init_args"]["label_column"]) == ("ImageTable", "dx")
+    assert ("val_fraction" in data["init_args"]) == ("test" not in folders)
+
+
 @pytest.mark.parametrize("before", ["", "train/", "photos/train/"])
 def test_a_table_names_the_persons(photos, before):
     rows = [f"{before}{name}/{number}.png,p{number % 12},7" for name in NAMES for number in range(30)]
