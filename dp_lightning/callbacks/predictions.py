@@ -20,8 +20,9 @@ class PredictionFile(BasePredictionWriter):
     """``predictions.csv`` in ``trainer.default_root_dir``: position of an image, class, and probability of each class.
 
     Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
-    the names of its classes, the name of the found class follows its number. Files that could not be read have no row:
-    their paths are printed with the reasons. Predictions that exist are never overwritten.
+    the names of its classes, the name of the found class follows its number. Files that could not be read, or are not
+    images by their names, have no row: their paths are printed with the reasons. Predictions that exist are never
+    overwritten.
 
     Raises:
         ConfigurationError: before anything is predicted, if the file exists or cannot be written, or if several
@@ -63,6 +64,7 @@ class PredictionFile(BasePredictionWriter):
         skipped = [(str(file), why) for file, why in zip(files or [], problems, strict=False) if why is not None]
         if skipped and len(skipped) == number:
             raise DataError(f"None of the {number:,} files can be read:\n{listed(skipped)}")
+        skipped += [(file, "its name does not end as those of images do") for file in getattr(data, "skipped", ())]
         names = next((callback.class_names for callback in callbacks if isinstance(callback, DataRecord)), None)
         found = probabilities.argmax(1).tolist()
         columns: dict[str, Sequence[Any]] = {} if files is None else {"file": files}
@@ -84,4 +86,4 @@ class PredictionFile(BasePredictionWriter):
             file.detach()  # writes the rest of the text, and leaves the file open
         trainer.print(f"Predictions are in {self._path}.")
         if skipped:
-            trainer.print(f"Files that could not be read have no prediction:\n{listed(skipped)}")
+            trainer.print(f"These files have no prediction:\n{listed(skipped)}")

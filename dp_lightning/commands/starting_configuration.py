@@ -180,7 +180,7 @@ def configuration(
     if held_out:
         settings["val_fraction"] = _VAL_FRACTION
     size, channels = survey.median_side, survey.readable[0].channels
-    if class_path == "ImageFolder":
+    if class_path != "NpzImages":
         side, most = survey.median_side, _FEATURE_SIDE if model.is_pretrained else _SCRATCH_SIDE
         if not model.is_pretrained:  # which resizes images itself
             side = side // 4 * 4
@@ -237,6 +237,10 @@ trainer:
   log_every_n_steps: 10
 """
     warnings = []
+    if held_out:
+        warnings.append(
+            f"No images for validation or test were found: {held_out:,} of the {units:,} training {unit} are held out."
+        )
     if (published := plan.num_train * plan.delta) > MOST_PUBLISHED * (1 + 1e-9):
         warnings.append(
             f"N delta is {published:.2g}: the guarantee allows a method that publishes so many {unit} whole. Choose a "

@@ -126,6 +126,8 @@ def _replace_data(module: pl.LightningModule, data: Any, columns: Columns, examp
         else:
             images = torch.randn(shape, generator=generator)
         labels = torch.randint(data.num_classes, (examples,), generator=generator)
+        if getattr(data, "multi_label", False):
+            labels = torch.randint(2, (examples, data.num_classes), generator=generator).float()
         parts: tuple[Any, ...] = TensorDataset(images, labels), *drawn
         return DataLoader(StackDataset(*parts))
 

@@ -126,6 +126,14 @@ class CachedFeatures(lightning.LightningDataModule):
         return self.images.class_names
 
     @property
+    def multi_label(self) -> bool:
+        return self.images.multi_label
+
+    @property
+    def label_names(self) -> list[str]:
+        return self.images.label_names
+
+    @property
     def num_train(self) -> int:
         return self.images.num_train
 

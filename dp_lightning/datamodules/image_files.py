@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from dp_lightning.datamodules.dataset import Transform, normalized
 from dp_lightning.datamodules.file_source import FileNames, luma, open_image
-from dp_lightning.datamodules.listing import image_files
+from dp_lightning.datamodules.listing import files_in, what_is_in
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
 
@@ -42,6 +42,7 @@ class ImageFiles(lightning.LightningDataModule):
     Attributes:
         paths: The files in the order of the predictions.
         problems: Why each file that was loaded so far could not be read, in the same order; None for those that could.
+        skipped: The files that are not images by the ends of their names.
     """
 
     #: There is nothing to train on.
@@ -83,13 +84,14 @@ class ImageFiles(lightning.LightningDataModule):
         self.batch_size, self.num_workers = batch_size, num_workers
         self.paths: list[Path] = []
         self.problems: list[str | None] = []
+        self.skipped: list[str] = []
 
     def setup(self, stage: str | None = None) -> None:
-        self.paths = sorted(map(Path, image_files(self.root)))
+        images, others = files_in(self.root)
+        self.paths, self.skipped = sorted(map(Path, images)), others
         if not self.paths:
-            raise DataError(
-                f"{self.root} does not exist or holds no image files; set data.init_args.root to a folder of images"
-            )
+            found = what_is_in(self.root) if self.root.exists() else f"{self.root} does not exist."
+            raise DataError(f"There are no image files; set data.init_args.root to a folder of images. {found}")
         self.problems = []
 
     def predict_dataloader(self) -> DataLoader:

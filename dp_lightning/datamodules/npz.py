@@ -31,14 +31,14 @@ class Header(NamedTuple):
 class NpzImages(ImageDataModule):
     """Square images in one ``.npz`` file.
 
-    ``*_images`` are uint8 (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,) or (N, 1).
-    Several labels per image are refused. ``*_groups``, integers or text (N,) or (N, 1), hold the person id of each
-    image. The whole file is read into memory.
+    ``*_images`` are uint8 (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,) or (N, 1),
+    or (N, L) of 0 and 1 if an image may have several of L labels. ``*_groups``, integers or text (N,) or (N, 1), hold
+    the person id of each image. The whole file is read into memory.
 
     Args:
         path: The ``.npz`` file.
-        num_classes: Number of classes. None is one more than the largest training label, which is then treated as
-            public.
+        num_classes: Number of classes. None is L, or one more than the largest training label, which is then treated
+            as public.
         flip: Mirror training images at random; set it to false if a mirrored image means something else.
     """
 
@@ -50,9 +50,15 @@ class NpzImages(ImageDataModule):
 
     @cached_property
     def num_classes(self) -> int:
+        if self.multi_label:
+            return self._headers["train_labels"].shape[1]
         if self.given_num_classes is not None:
             return self.given_num_classes
         return int(self._read("train_labels").max()) + 1
+
+    @property
+    def multi_label(self) -> bool:
+        return (*self._headers["train_labels"].shape, 1)[1] > 1
 
     @property
     def in_channels(self) -> int:
@@ -73,12 +79,15 @@ class NpzImages(ImageDataModule):
     def read_split(self, split: Split) -> ArraySource:
         images = torch.from_numpy(self._read(f"{split}_images"))
         images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
-        labels = torch.from_numpy(self._read(f"{split}_labels").reshape(-1).astype(np.int64))
-        if labels.min() < 0 or labels.max() >= self.num_classes:
+        labels = torch.from_numpy(self._read(f"{split}_labels").astype(np.int64))
+        labels, largest = (labels, 1) if self.multi_label else (labels.reshape(-1), self.num_classes - 1)
+        if labels.min() < 0 or labels.max() > largest:
+            several = "several labels per image" if self.multi_label else f"{self.num_classes} classes"
             raise DataError(
-                f"{self.path}: {split}_labels are {labels.min()} to {labels.max()}, and must be 0 to "
-                f"{self.num_classes - 1} with {self.num_classes} classes."
+                f"{self.path}: {split}_labels are {labels.min()} to {labels.max()}, and must be 0 to {largest} with "
+                f"{several}."
             )
+        labels = labels.float() if self.multi_label else labels
         return ArraySource(images, labels)
 
     def groups(self, split: Split) -> list[Group] | None:
@@ -106,11 +115,17 @@ class NpzImages(ImageDataModule):
             raise DataError(f"{self.path} is not a complete .npz file ({error}); copy or download it again") from error
         for split in SPLITS:
             found = {name: header for name, header in headers.items() if name.startswith(split)}
-            if (split == "train" or found) and not _is_complete(found, split, headers.get("train_images")):
+            if (split == "train" or found) and not _is_complete(found, split, headers):
+                images = headers.get(f"{split}_images")
+                empty = (
+                    f"The {'training' if split == 'train' else split} set is empty: "
+                    if images and images.shape[:1] == (0,)
+                    else ""
+                )
                 raise DataError(
-                    f"{self.path} needs {split}_images, uint8 (N, H, H) or (N, H, H, C) with C up to 4, in the size of "
-                    f"train_images, and {split}_labels, integers (N,) or (N, 1), one class per image; {split}_groups, "
-                    "if there are any, are integers or text (N,) or (N, 1). It has "
+                    f"{empty}{self.path} needs {split}_images, uint8 (N, H, H) or (N, H, H, C) with C up to 4, in the "
+                    f"size of train_images, and {split}_labels, integers (N,), (N, 1) or (N, L) as in train_labels; "
+                    f"{split}_groups, if there are any, are integers or text (N,) or (N, 1). It has "
                     f"{', '.join(f'{name} {header.dtype} {header.shape}' for name, header in headers.items())}."
                 )
         return headers
@@ -129,22 +144,22 @@ def _read_header(archive: zipfile.ZipFile, name: str) -> Header:
         return Header(shape, dtype)
 
 
-def _is_complete(found: dict[str, Header], split: Split, train_images: Header | None) -> bool:
+def _is_complete(found: dict[str, Header], split: Split, headers: dict[str, Header]) -> bool:
     """Return whether the arrays of a split have the shapes and types that ``NpzImages`` reads."""
-    images, labels = found.get(f"{split}_images"), found.get(f"{split}_labels")
-    groups = found.get(f"{split}_groups", labels)
-    if images is None or labels is None or groups is None or train_images is None:
+    images, labels, groups = (found.get(f"{split}_{kind}") for kind in ("images", "labels", "groups"))
+    train_images, train_labels = headers.get("train_images"), headers.get("train_labels")
+    if images is None or labels is None or train_images is None or train_labels is None:
         return False
     n, *sides = images.shape or (0,)
     is_square = len(sides) in (2, 3) and sides[0] == sides[1] and (len(sides) == 2 or sides[2] in range(1, 5))
     columns = ((n,), (n, 1))
+    several = train_labels.shape[1:] if len(train_labels.shape) == 2 and train_labels.shape[1] > 1 else ()
     return (
         images.dtype == np.uint8
         and is_square
         and 0 not in images.shape
         and images.shape[1:] == train_images.shape[1:]
         and labels.dtype.kind in "iu"
-        and labels.shape in columns
-        and groups.dtype.kind in "iuU"
-        and groups.shape in columns
+        and labels.shape in ([(n, *several)] if several else columns)
+        and (groups is None or (groups.dtype.kind in "iuU" and groups.shape in columns))
     )

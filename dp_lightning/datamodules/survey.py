@@ -29,7 +29,7 @@ class Look:
 
     Attributes:
         split: The part of the data that the image is in.
-        label: Its class.
+        labels: The number of its class, or of each of its labels.
         person: The id of its person; None if the data does not identify persons.
         path: Its file; None for an image in an array.
         problem: Why the image cannot be read; None if it can, and only then the attributes below are known.
@@ -39,7 +39,7 @@ class Look:
     """
 
     split: Split
-    label: int
+    labels: tuple[int, ...]
     person: Group | None
     path: str | None = None
     problem: str | None = None
@@ -55,7 +55,7 @@ class Survey:
     Attributes:
         looks: A look at every image, in the order of the splits.
         splits: The splits that the data has.
-        class_names: Names of the classes in the order of their labels.
+        class_names: Names of the classes in the order of their labels, or of the labels that an image may have.
     """
 
     looks: list[Look]
@@ -78,10 +78,14 @@ class Survey:
             else:
                 assert isinstance(source, ArraySource)
                 found = map(_in_array, source.images)
-            labels = source.labels.tolist()
+            labels: list[tuple[int, ...]] = [(label,) for label in source.labels.tolist()]
+            if data.multi_label:
+                labels = [tuple(row.nonzero().flatten().tolist()) for row in source.labels]
             persons: Sequence[Group | None] = data.groups(split) or [None] * len(labels)
-            looks += [Look(split, *known, **facts) for *known, facts in zip(labels, persons, found, strict=True)]
-        survey = cls(looks, data.own_splits, data.class_names or [str(label) for label in range(data.num_classes)])
+            looks += [
+                Look(split, label, person, **facts) for label, person, facts in zip(labels, persons, found, strict=True)
+            ]
+        survey = cls(looks, data.own_splits, data.label_names)
         if not survey.readable:
             raise DataError(f"None of the training images can be read. {looks[0].path}: {looks[0].problem}")
         return survey
@@ -97,9 +101,10 @@ class Survey:
         return Counter(look.person for look in self.readable if look.person is not None) or None
 
     def counts(self, split: Split) -> list[int]:
-        """Return the number of images of each class that can be read."""
-        found = Counter(look.label for look in self.looks if look.split == split and look.problem is None)
-        return [found[label] for label in range(len(self.class_names))]
+        """Return the number of images of each class that can be read, and then that of all images."""
+        found = [look.labels for look in self.looks if look.split == split and look.problem is None]
+        counted = Counter(label for labels in found for label in labels)
+        return [*(counted[label] for label in range(len(self.class_names))), len(found)]
 
     @property
     def median_side(self) -> int:

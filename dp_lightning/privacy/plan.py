@@ -45,6 +45,11 @@ class RunShape:
     delta: float
 
     def __post_init__(self) -> None:
+        if self.num_train == 0:
+            raise ConfigurationError(
+                "The training set is empty (num_train is 0). Look at the folder or file that it is read from, and at "
+                "what is filtered out of it."
+            )
         check_count("num_train", self.num_train)
         check_count("expected_batch_size", self.expected_batch_size)
         check_count("num_steps", self.num_steps)

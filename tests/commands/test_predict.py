@@ -120,6 +120,9 @@ def test_files_that_cannot_be_read_are_left_out_and_listed(run, images, tmp_path
     (photos / "benign" / "0.png").write_bytes(b"")
     (photos / "malignant" / "3.png").write_text("<html>not found</html>")
     (photos / "of no kind" / "5.png").write_bytes((photos / "of no kind" / "5.png").read_bytes()[:-60])
+    others = [photos / name for name in ("phone.heic", "benign/scan.DCM", "notes")]
+    for file in others:
+        file.touch()
     settings = ["--data", "ImageFiles", "--data.root", str(photos), "--data.batch_size", "4"]
     found = predict(run, tmp_path / "out", *settings, "--data.num_workers", "1")
     bad = [str(photos / name) for name in ("benign/0.png", "malignant/3.png", "of no kind/5.png")]
@@ -128,6 +131,7 @@ def test_files_that_cannot_be_read_are_left_out_and_listed(run, images, tmp_path
     assert f"{bad[0]}: it is empty\n" in printed
     assert f"{bad[1]}: it is not an image of a known format\n" in printed
     assert f"{bad[2]}: " in printed
+    assert all(f"{file}: its name does not end as those of images do\n" in printed for file in others)
 
 
 def test_a_prediction_of_nothing_but_bad_files_is_an_error(run, tmp_path, capsys):

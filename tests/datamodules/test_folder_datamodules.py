@@ -60,6 +60,27 @@ def test_the_evaluation_sets_are_looked_up(tmp_path, folders, names):
     assert list(data.val_dataloader()) == names
 
 
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (("train", "valid"), ["test"]),
+        (("Training", "VALIDATION", "Testing"), ["val", "test"]),
+        (("TRAIN", "dev", "test"), ["val", "test"]),
+        (("train", "Val", "test", ".cache"), ["val", "test"]),
+    ],
+)
+def test_splits_have_other_names_in_any_case(tmp_path, folders, names, recwarn):
+    data = ImageFolder(write_tree(tmp_path, splits=folders))
+    assert (list(data.val_dataloader()), data.num_train) == (names, 6)
+    assert not [each for each in recwarn if "not read" in str(each.message)]
+
+
+@pytest.mark.parametrize("folders", [("train", "holdout"), ("train", "test", "masks"), ("train", "val", "valid")])
+def test_a_folder_of_images_that_is_passed_over_is_named(tmp_path, folders):
+    with pytest.warns(UserWarning, match=rf"in {tmp_path / folders[-1]} are not read\. .*called one of train"):
+        ImageFolder(write_tree(tmp_path, splits=folders), val_fraction=0.0).setup()
+
+
 def test_images_of_any_size_and_kind_become_rgb_squares(tmp_path):
     root = write_tree(tmp_path)
     write_image(tmp_path / "val" / "cat" / "gray.png", size=(30, 20), mode="L")
@@ -123,8 +144,29 @@ def test_files_that_are_not_images_by_their_names_are_counted(tmp_path):
     (dog / "other.png").symlink_to(dog / "0.png")
     with pytest.warns(UserWarning, match=r"train are not read as images: 2 x \.dcm, 1 x no extension"):
         assert ImageFolder(root).num_train == 7
-    with pytest.warns(UserWarning, match=r"2 x \.dcm, 1 x no extension"):
-        files(tmp_path).setup("predict")
+    data = files(tmp_path)
+    data.setup("predict")
+    assert [Path(file).name for file in data.skipped] == ["a.dcm", "b.DCM", "c"]
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (["a.dcm", "b.DCM"], r"2 x \.dcm"),
+        (["a.heic", "b.txt"], r"1 x \.heic, 1 x \.txt"),
+        (["scan"], "1 x no extension"),
+        ([], "holds no files"),
+    ],
+)
+def test_a_folder_without_images_says_what_it_holds(tmp_path, names, kinds):
+    write_tree(tmp_path, splits=("test",))
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "train" / "cat" / name).touch()
+    with pytest.raises(DataError, match=rf"The training set is empty: no image files are in .*train/cat; .*{kinds}"):
+        ImageFolder(str(tmp_path)).setup()
+    with pytest.raises(DataError, match=rf"There are no image files; .*{kinds}"):
+        files(tmp_path / "train").setup("predict")
 
 
 def files(root, **kwargs):
