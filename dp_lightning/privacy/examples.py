@@ -18,7 +18,7 @@ from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
+from dp_lightning.privacy.gradients.refusals import explaining
 from dp_lightning.privacy.isolation import Isolation
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import TrainingRandomness
@@ -53,11 +53,17 @@ class Examples:
         self._warned = False
 
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
-        """Add the clipped gradients of the examples in ``batch``; the first batch of a logical step begins the step."""
+        """Add the clipped gradients of the examples in ``batch``; the first batch of a logical step begins the step.
+
+        Raises:
+            ModelError: with the line of the user's code at which the loss fails.
+        """
+        together = self._mode == "together"
         if batch.place.piece == 0:
-            self._isolation.begin(together=self._mode == "together")
-        with self._phases.freezing(batch.place.step):
-            if self._mode == "together":
+            self._isolation.begin(together=together)
+        explains = explaining(lambda rows: self._runs(loss, batch, rows), batch.shapes, together=together)
+        with self._phases.freezing(batch.place.step), explains:
+            if together:
                 self._add_together(loss, batch, total)
             else:
                 self._add_one_by_one(loss, batch, total)
@@ -106,14 +112,30 @@ class Examples:
                     stacklevel=2,
                 )
 
+    def _runs(self, loss: Loss, batch: ExampleBatch, rows: int) -> bool:
+        """Whether the first example, or a batch of the first and the last, has a loss and gradients outside of vmap."""
+        before = [(each, each.detach().clone(), each.grad) for each in self._parameters.values()]
+        for each, *_ in before:
+            each.grad = None
+        self._isolation.begin(together=False)
+        try:
+            with self._isolation.one_by_one(advances=False):
+                mine = [
+                    leaf[0] if rows == 1 or not isinstance(leaf, Tensor) else leaf[[0, -1]].flatten(0, 1)
+                    for leaf in batch.leaves
+                ]
+                self._gradients(loss, unflatten(mine, batch.structure))
+        except Exception:  # the user's code may raise anything
+            return False
+        finally:
+            for each, value, gradient in before:
+                each.data.copy_(value)
+                each.grad = gradient
+        return True
+
     def _gradients(self, loss: Loss, example: Any) -> dict[str, Tensor]:
         """Gradients (1, *shape) by parameter name, without the parameters that the loss does not use."""
-        try:
-            value = _scalar(loss(example))
-        except ValueError as error:
-            if is_of_batch_norm(str(error)):
-                raise ModelError(BATCH_NORM) from error
-            raise
+        value = _scalar(loss(example))
         if not value.requires_grad:
             raise ModelError(
                 "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "

@@ -61,6 +61,10 @@ class ExampleBatch:
         """The batch on a device."""
         return self._changed(lambda leaf: sent(leaf, device))
 
+    def shapes(self) -> str:
+        """The shapes of the tensors in the batch of one example, in words."""
+        return ", ".join(str(tuple(leaf.shape[1:])) for leaf in self.leaves if isinstance(leaf, Tensor))
+
     def pin_memory(self) -> "ExampleBatch":
         """The batch in page-locked memory; a loader calls this method."""
         return self._changed(Tensor.pin_memory)

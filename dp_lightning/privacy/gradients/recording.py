@@ -31,7 +31,6 @@ from dp_lightning.privacy.gradients.refusals import (
     SAVED_TENSOR_HOOKS,
     SHARED_DRAW,
     SHARED_WRITE,
-    explained,
 )
 from dp_lightning.privacy.gradients.rewrites import REWRITES
 from dp_lightning.privacy.gradients.rules import RULES, Rule
@@ -100,7 +99,7 @@ class Recording(TorchFunctionMode):
             examples: trees of tensors (b, ...).
 
         Raises:
-            ModelError: with the line that vmap cannot run, the reason, and what to write instead.
+            ModelError: for what a step may not do. What torch raises is made an error for users by ``explaining``.
         """
 
         def one(*example: Any) -> Tensor:
@@ -122,13 +121,7 @@ class Recording(TorchFunctionMode):
 
         self._require_no_hooks()
         with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSOR_HOOKS):
-            try:
-                losses: Tensor = torch.func.vmap(one, randomness="different")(*examples)
-            except Exception as error:
-                explanation = explained(error)
-                if explanation is error:
-                    raise
-                raise explanation from error
+            losses: Tensor = torch.func.vmap(one, randomness="different")(*examples)
         return losses
 
     def backward(self, losses: Tensor) -> None:
