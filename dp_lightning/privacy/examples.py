@@ -61,7 +61,7 @@ class Examples:
         together = self._mode == "together"
         if batch.place.piece == 0:
             self._isolation.begin(together=together)
-        explains = explaining(lambda rows: self._runs(loss, batch, rows), batch.shapes, together=together)
+        explains = explaining(lambda rows: self._error(loss, batch, rows), batch.seen, together=together)
         with self._phases.freezing(batch.place.step), explains:
             if together:
                 self._add_together(loss, batch, total)
@@ -112,8 +112,8 @@ class Examples:
                     stacklevel=2,
                 )
 
-    def _runs(self, loss: Loss, batch: ExampleBatch, rows: int) -> bool:
-        """Whether the first example, or a batch of the first and the last, has a loss and gradients outside of vmap."""
+    def _error(self, loss: Loss, batch: ExampleBatch, rows: int) -> Exception | None:
+        """The error outside of vmap of the first example, or of the first and the last in one batch."""
         before = [(each, each.detach().clone(), each.grad) for each in self._parameters.values()]
         for each, *_ in before:
             each.grad = None
@@ -125,13 +125,13 @@ class Examples:
                     for leaf in batch.leaves
                 ]
                 self._gradients(loss, unflatten(mine, batch.structure))
-        except Exception:  # the user's code may raise anything
-            return False
+        except Exception as error:  # the user's code may raise anything
+            return error
         finally:
             for each, value, gradient in before:
                 each.data.copy_(value)
                 each.grad = gradient
-        return True
+        return None
 
     def _gradients(self, loss: Loss, example: Any) -> dict[str, Tensor]:
         """Gradients (1, *shape) by parameter name, without the parameters that the loss does not use."""

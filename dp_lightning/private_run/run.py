@@ -43,15 +43,11 @@ _EPSILON_UPDATES = 20
 
 # Of so many examples one has a gradient, where anything can be learned; a hinge may be at rest for a few.
 _FEW = 8
-_ALONE = (
-    "The step sees a batch of one example, which has no other rows to compare with: no pairs, triplets or negatives, "
-    "and no standard deviation over rows. Use a loss that one example has by itself, such as cross-entropy; with "
-    "privacy.augmult, the batch has several views of its example."
-)
-NO_GRADIENT = f"Nothing can be learned: the gradient of every example so far is zero. {_ALONE}"
-NOT_FINITE = (
-    "Nothing can be learned: the gradient of every example so far is NaN, infinite or zero. "
-    f"{_ALONE} It may also be an overflow, or weights that are not finite."
+_NOTHING_LEARNED = (
+    "Nothing can be learned: the gradient of every example so far is {}. The step sees a batch of one example, which "
+    "has no other rows to compare with: no pairs, triplets or negatives, and no standard deviation over rows. Use a "
+    "loss that one example has by itself, such as cross-entropy; with privacy.augmult, the batch has several views of "
+    "its example."
 )
 
 
@@ -312,7 +308,7 @@ class PrivateRun:
         if learns:
             self._counted = None
         elif counted >= _FEW:
-            raise ModelError(NOT_FINITE if not_finite else NO_GRADIENT)
+            raise ModelError(_NOTHING_LEARNED.format("NaN, infinite or zero" if not_finite else "zero"))
 
     def _loss(self, batch: Any) -> Any:
         """The loss of the module's ``training_step`` on a batch of one example."""

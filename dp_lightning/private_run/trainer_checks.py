@@ -178,22 +178,18 @@ def require_step(optimizer: optim.Optimizer) -> None:
     Raises:
         ConfigurationError: where the step fails, as on gradients that are not sparse.
     """
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    ones = {id(each): nn.Parameter(torch.ones_like(each), each.requires_grad) for each in held}
-
-    def closure() -> Any:
-        for each in ones.values():
-            each.grad = torch.ones_like(each) if each.requires_grad else None
-        return torch.zeros(())
-
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    ones: dict[int, Any] = {id(each): nn.Parameter(torch.ones_like(each), each.requires_grad) for each in held}
+    for each in ones.values():
+        each.grad = torch.ones_like(each) if each.requires_grad else None
     try:
-        tried = object.__new__(type(optimizer))
+        tried: Any = object.__new__(type(optimizer))
         own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # schedules wrap the step
-        vars(tried).update(copy.deepcopy(own, dict(ones)))
+        vars(tried).update(copy.deepcopy(own, ones))
     except Exception:  # whatever the optimizer's own code raises
         return
     try:
-        tried.step(closure=closure)
+        tried.step(closure=lambda: torch.zeros(()))
     except Exception as error:
         raise ConfigurationError(
             f"optimizer {type(optimizer).__name__} cannot take a step on a privatized gradient, which is an ordinary "

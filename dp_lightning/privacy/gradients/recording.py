@@ -198,6 +198,10 @@ class Recording(TorchFunctionMode):
     def _with_examples(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: int, sources: list[Tensor]
     ) -> Any:
+        if "memory_format" in kwargs:  # layout alone, and that of one example says nothing of that of all of them
+            kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+            if func == Tensor.to and len(args) + len(kwargs) == 1:
+                return args[0]
         rule = RULES.get(func) if sources else None  # a user's rule takes precedence over a rewrite
         if rule is None and func in REWRITES:
             with self:

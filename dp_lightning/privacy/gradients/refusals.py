@@ -110,32 +110,34 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 
 @contextmanager
 def explaining(
-    runs: Callable[[int], bool] = lambda rows: rows == 1,
-    shapes: Callable[[], str] | None = None,
+    fails: Callable[[int], Exception | None] = lambda rows: None,
+    seen: Callable[[], str] = lambda: "a batch of one example",
     *,
     together: bool = True,
 ) -> Iterator[None]:
     """Context in which an error of the step becomes one that a user can act on, with the line of the user's code.
 
     Args:
-        runs: whether the step runs on a batch of so many examples outside of vmap; it is called after an error.
-        shapes: gives the shapes of a batch of one example, in words.
+        fails: the error of the step on a batch of one example, or of two, outside of vmap; it is called after an error.
+        seen: what the step sees, in words.
         together: whether the step runs under vmap.
 
     Raises:
-        ModelError: for every error but those of memory and of other settings; these stay as they are.
+        ModelError: for every error but those of memory, of settings and of this package, which stay as they are.
     """
     try:
         yield
     except Exception as error:
-        explanation = _explained(error, runs, shapes, together)
+        explanation = _explained(error, fails, seen, together)
         if explanation is error:
             raise
+        while (trace := error.__traceback__) and trace.tb_frame.f_code.co_filename.startswith((_TORCH, _OWN)):
+            error.__traceback__ = trace.tb_next  # what stands above the user's code
         raise explanation from error
 
 
 def _explained(
-    error: Exception, runs: Callable[[int], bool], shapes: Callable[[], str] | None, together: bool
+    error: Exception, fails: Callable[[int], Exception | None], seen: Callable[[], str], together: bool
 ) -> Exception:
     frames = traceback.extract_tb(error.__traceback__)
     files = {frame.filename for frame in frames}
@@ -150,22 +152,24 @@ def _explained(
         return error
     if is_of_batch_norm(text):
         return ModelError(f"{where}{BATCH_NORM}")
-    alone, short = runs(1), textwrap.shorten(text, 400, placeholder=" ...")
-    offer = f", or {ONE_BY_ONE}" if alone else ""
+    alone = fails(1)
+    offer = "" if alone else f", or {ONE_BY_ONE}"
     if together and isinstance(error, RuntimeError):  # as all of vmap's are
         for pattern, file, why, rewrite in _REASONS:
             if re.search(pattern, text) and any(name.endswith(file) for name in files):
                 return ModelError(f"{where}{why}. {rewrite}{offer}.")
-        if alone and _UNEQUAL in text:  # vmap has called a function for one example after the other
+        if alone is None and _UNEQUAL in text:  # vmap has called a function for one example after the other
             return ModelError(f"{where}{'. '.join(_SHAPE)}{offer}.")
         if _OF_VMAP.search(text):
+            short = textwrap.shorten(text, 400, placeholder=" ...")
             return ModelError(f"{where}torch.func.vmap cannot run this ({short}). Rewrite it{offer}.")
+    if alone is not None:  # its text has the shapes of one example
+        error, where = alone, _place(traceback.extract_tb(alone.__traceback__)) or where
     if not where and not frames[-1].filename.endswith("torch/autograd/graph.py"):
         return error  # a defect of this package
-    what = ": ".join(filter(None, (where.removesuffix(": ") or "Backward pass", type(error).__name__, short)))
-    seen = "a batch of one example" + (f", of shape {shapes()}" if shapes else "")
-    needs = " The same code runs on two examples: let it take a single one." if not alone and runs(2) else ""
-    return ModelError(f"{what} (The step sees {seen}.){needs}")
+    what = ": ".join(filter(None, (type(error).__name__, str(error))))
+    needs = " The same code runs on two examples: let it take a single one." if alone and not fails(2) else ""
+    return ModelError(f"{where or 'Backward pass: '}{what} (The step sees {seen()}.){needs}")
 
 
 def is_of_batch_norm(text: str) -> bool:

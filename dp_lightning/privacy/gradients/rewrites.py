@@ -229,24 +229,6 @@ def set_item(tensor: Tensor, index: Any, value: Any) -> None:
         tensor.masked_fill_(mask, value)
 
 
-def _in_any_layout(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` without a memory format: the layout of one example says nothing of that of all examples."""
-
-    def rewritten(*args: Any, memory_format: torch.memory_format | None = None, **options: Any) -> Any:
-        if memory_format is None:
-            return NotImplemented
-        return args[0] if function == Tensor.to and not args[1:] and not options else function(*args, **options)
-
-    return rewritten
-
-
-_WITH_LAYOUT = (
-    *(getattr(Tensor, name) for name in ("to", "contiguous", "is_contiguous", "clone", "cpu", "cuda", "type")),
-    *(getattr(Tensor, name) for name in ("float", "double", "half", "bfloat16", "int", "long", "bool")),
-    *(getattr(torch, f"{name}_like") for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")),
-    torch.clone,
-)
-
 # By the function that a mode receives; the modules of torch call the same ones through ``torch._VF``.
 REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
@@ -266,5 +248,4 @@ REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.cross_entropy: cross_entropy,
     F.gaussian_nll_loss: gaussian_nll_loss,
     Tensor.__setitem__: set_item,
-    **{function: _in_any_layout(function) for function in _WITH_LAYOUT},
 }
