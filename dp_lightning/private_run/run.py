@@ -128,6 +128,7 @@ class PrivateRun:
         weights: returns the weights of which the statement speaks: those of the module, unless a callback averages.
         on_physical_batch: functions to be called after each physical batch, with the number of the batch in its step,
             from 1, and the number of batches of the step.
+        counted: number of examples so far on this rank; None once one had a gradient, and where none has to have one.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
 
@@ -162,7 +163,7 @@ class PrivateRun:
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._logging = StepLogging(module)
         self._index = 0  # number of the step in its epoch
-        self._counted: int | None = 0  # number of examples so far on this rank; None once one has a gradient
+        self.counted: int | None = 0
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.step = self._private_step(loader)
         self._physical = PhysicalLoader(loader, self.step)
@@ -282,8 +283,8 @@ class PrivateRun:
             for physical in self._physical.next_step(int(self.trainer.num_training_batches) - self._index):
                 with self._logging.physical_batch(physical.counted):
                     self.step.accumulate(physical)
-                if self._counted is not None:
-                    self._counted += int(physical.counted.sum())
+                if self.counted is not None:
+                    self.counted += int(physical.counted.sum())
                 for tell in self.on_physical_batch:
                     tell(physical.place.piece + 1, physical.place.pieces)
 
@@ -299,14 +300,14 @@ class PrivateRun:
         Raises:
             ModelError: where the gradient of every example is zero or not finite.
         """
-        if self._counted is None:
+        if self.counted is None:
             return
         discarded = self.step.discarded
-        found = torch.stack([torch.full_like(discarded, self._counted), discarded, self.step.has_gradient.long()])
+        found = torch.stack([torch.full_like(discarded, self.counted), discarded, self.step.has_gradient.long()])
         self._ranks.add_up(found)
         counted, not_finite, learns = found.tolist()
         if learns:
-            self._counted = None
+            self.counted = None
         elif counted >= _FEW:
             raise ModelError(_NOTHING_LEARNED.format("NaN, infinite or zero" if not_finite else "zero"))
 
