@@ -18,7 +18,7 @@ from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.privacy.gradients.refusals import explaining
+from dp_lightning.privacy.gradients.refusals import UNTRAINED, explaining
 from dp_lightning.privacy.isolation import Isolation
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import TrainingRandomness
@@ -137,10 +137,7 @@ class Examples:
         """Gradients (1, *shape) by parameter name, without the parameters that the loss does not use."""
         value = _scalar(loss(example))
         if not value.requires_grad:
-            raise ModelError(
-                "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
-                "torch.no_grad()."
-            )
+            raise ModelError(UNTRAINED)
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         with torch.autocast(value.device.type, enabled=False):
             found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)

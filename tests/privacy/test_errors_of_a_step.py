@@ -75,6 +75,20 @@ def test_code_that_needs_more_rows_is_told_its_line_and_what_the_step_sees(loss_
     assert ONE_BY_ONE not in told
 
 
+def of_pairs(m, x, y):
+    """A constant where the batch has no pair."""
+    z = m.layer(x)
+    return sum((z[i] - z[j]).square().sum() for i in range(len(z)) for j in range(i)) + torch.zeros(())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_of_pairs_depends_on_no_parameter_where_there_is_no_pair(mode):
+    told = told_of(of_pairs, mode)
+    assert "does not depend on any trained parameter" in told
+    assert told.endswith("runs on two examples: let it take a single one.")
+    assert "two examples" not in told_of(lambda m, x, y: m.layer(x).detach().sum(), mode)
+
+
 def wrong_shape(m, x, y):
     return F.cross_entropy(m.layer(x.mT), y)
 

@@ -405,6 +405,11 @@ def _packed(lstm, x, lengths):
     return nn.utils.rnn.pad_packed_sequence(lstm(packed)[0], batch_first=True)[0].sum(1)
 
 
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.RNNCell])
+def test_cells_without_a_rule_equal_the_loop(kind):
+    check(Module(lambda m, x: m.cell(x, m.cell(x)), cell=kind(4, 5)), squares, randn(B, 1, 4))
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_recurrent_networks_that_have_no_rule_are_refused_with_the_fix(name):
     layers = {"lstm": nn.LSTM(4, 5, batch_first=True), "projected": nn.LSTM(4, 5, batch_first=True, proj_size=2)}

@@ -31,6 +31,7 @@ from dp_lightning.privacy.gradients.refusals import (
     SAVED_TENSOR_HOOKS,
     SHARED_DRAW,
     SHARED_WRITE,
+    UNTRAINED,
 )
 from dp_lightning.privacy.gradients.rewrites import REWRITES
 from dp_lightning.privacy.gradients.rules import RULES, Rule
@@ -132,10 +133,7 @@ class Recording(TorchFunctionMode):
                 through the recorded functions.
         """
         if not losses.requires_grad:
-            raise ModelError(
-                "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
-                "torch.no_grad()."
-            )
+            raise ModelError(UNTRAINED)
         held = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for name in held:
             self._parameters[name].grad = None

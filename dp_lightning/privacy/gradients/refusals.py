@@ -47,6 +47,10 @@ SHARED_WRITE = (
     f"{ONE_BY_ONE}. There is no rewrite for a buffer that keeps examples."
 )
 SAVED_TENSOR_HOOKS = f"Hooks on saved tensors see all examples at once. {_CHECKPOINTING}"
+UNTRAINED = (
+    "The loss does not depend on any trained parameter. Compute it from the model's output, outside of torch.no_grad()."
+)
+_ALONE = " The same code runs on two examples: let it take a single one."
 BATCH_NORM = (
     "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples. Replace it "
     "(models.batch_norm_to_group_norm changes a model in place; batch_norm: group_norm of TimmModule), or keep it in "
@@ -79,7 +83,7 @@ _REASONS: list[tuple[str, str, str, str]] = [
     (
         "",
         "torch/nn/modules/rnn.py",
-        "Cells, packed sequences and projections (proj_size) of recurrent networks have no rule for single examples",
+        "LSTM cells, packed sequences and projections (proj_size) have no rule for single examples",
         "Use nn.LSTM, nn.GRU or nn.RNN without proj_size, on padded sequences",
     ),
     (
@@ -110,7 +114,7 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 
 @contextmanager
 def explaining(
-    fails: Callable[[int], Exception | None] = lambda rows: None,
+    fails: Callable[[int], Exception | None] = lambda rows: None if rows == 1 else ValueError(),
     seen: Callable[[], str] = lambda: "a batch of one example",
     *,
     together: bool = True,
@@ -147,7 +151,7 @@ def _explained(
     if together and any(name.endswith("torch/utils/hooks.py") for name in files):
         return ModelError(f"{where}A module has a backward hook. {HOOKS}")
     if isinstance(error, ModelError) or text == SAVED_TENSOR_HOOKS:
-        return ModelError(f"{where}{text}")
+        return ModelError(f"{where}{text}{_ALONE if text == UNTRAINED and not fails(2) else ''}")
     if isinstance(error, DpLightningError | MemoryError | torch.OutOfMemoryError):
         return error
     if is_of_batch_norm(text):
@@ -168,7 +172,7 @@ def _explained(
     if not where and not frames[-1].filename.endswith("torch/autograd/graph.py"):
         return error  # a defect of this package
     what = ": ".join(filter(None, (type(error).__name__, str(error))))
-    needs = " The same code runs on two examples: let it take a single one." if alone and not fails(2) else ""
+    needs = _ALONE if alone and not fails(2) else ""
     return ModelError(f"{where or 'Backward pass: '}{what} (The step sees {seen()}.){needs}")
 
 
