@@ -53,11 +53,7 @@ class Examples:
         self._warned = False
 
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
-        """Add the clipped gradients of the examples in ``batch``; the first batch of a logical step begins the step.
-
-        Raises:
-            ModelError: with the line of the user's code at which the loss fails.
-        """
+        """Add the clipped gradients of the examples in ``batch``; the first batch of a logical step begins the step."""
         together = self._mode == "together"
         if batch.place.piece == 0:
             self._isolation.begin(together=together)
@@ -119,12 +115,9 @@ class Examples:
             each.grad = None
         self._isolation.begin(together=False)
         try:
+            own = [x[[0, -1]].flatten(0, 1) if rows > 1 and isinstance(x, Tensor) else x[0] for x in batch.leaves]
             with self._isolation.one_by_one(advances=False):
-                mine = [
-                    leaf[0] if rows == 1 or not isinstance(leaf, Tensor) else leaf[[0, -1]].flatten(0, 1)
-                    for leaf in batch.leaves
-                ]
-                self._gradients(loss, unflatten(mine, batch.structure))
+                self._gradients(loss, unflatten(own, batch.structure))
         except Exception as error:  # the user's code may raise anything
             return error
         finally:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torchmetrics
 from small_steps import plan_of, released
 from torch import nn
 from torch.nn import functional as F
@@ -65,8 +66,12 @@ def own_check(m, x, y):
     return F.cross_entropy(m.layer(x), y)
 
 
+def metric(m, x, y):
+    return torchmetrics.functional.r2_score(m.layer(x)[:, 0], y.double())
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss_of", [squeezed, fixed_size, asserted, halves, own_check])
+@pytest.mark.parametrize("loss_of", [squeezed, fixed_size, asserted, halves, own_check, metric])
 def test_code_that_needs_more_rows_is_told_its_line_and_what_the_step_sees(loss_of, mode):
     told = told_of(loss_of, mode)
     assert told.startswith("Backward pass" if (loss_of, mode) == (squeezed, "one_by_one") else __file__)
