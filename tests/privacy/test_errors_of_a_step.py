@@ -153,11 +153,15 @@ def test_what_is_tried_for_the_words_of_an_error_leaves_nothing():
         with torch.no_grad():
             m.calls += scale
             m.layer.bias += scale
+        torch.autograd.backward(m.layer(x).sum())
         return F.cross_entropy(m.layer(x), y)
 
     step = step_of(loss_of)
+    for parameter in step.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
     before = {name: value.clone() for name, value in step.module.state_dict().items()}
     with pytest.raises(ModelError, match=r"numbers of an example are read.*one_by_one"):
         released(step)
     for name, value in step.module.state_dict().items():
         assert torch.equal(value, before[name])
+    assert all(bool((parameter.grad == 1).all()) for parameter in step.parameters.values())

@@ -113,7 +113,7 @@ class Recording(TorchFunctionMode):
                 raise ModelError(
                     f"training_step catches an error of {name_of(self._failed)}. Any example of the batch may have "
                     "caused it, and all of them would take the other branch. Choose with torch.where, such as after "
-                    "torch.linalg.cholesky_ex."
+                    f"torch.linalg.cholesky_ex, or {ONE_BY_ONE}."
                 )
             self._provenance.require_of_this_batch(loss)
             if loss.requires_grad and not is_batched(loss):
