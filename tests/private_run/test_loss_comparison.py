@@ -12,7 +12,8 @@ from dp_lightning.private_run.loss_comparison import NAME
 class InBatchNegatives(Plain):
     def training_step(self, batch, batch_idx):
         features = self.net(batch[0])
-        return F.cross_entropy(features @ features.T, torch.arange(len(features)))
+        own = F.cross_entropy(features, batch[1])
+        return F.cross_entropy(features @ features.T, torch.arange(len(features))) + own
 
 
 class ClassWeights(Plain):
