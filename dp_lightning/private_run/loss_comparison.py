@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from dp_lightning.privacy.isolation import host_generators
+
 #: The name under which the statement lists the warning, since it tells something of raw examples.
 NAME = "warning before the first step: loss of a batch"
 _EXAMPLES = 8
@@ -105,8 +107,11 @@ def warn_of_changed_meaning(
                 return float(output["loss"] if isinstance(output, Mapping) else output)
 
             examples = [dataset[place * len(dataset) // count] for place in range(count)]
+            generators = host_generators(), torch.get_rng_state().tolist()
             mean = sum(loss_of([example]) for example in examples) / count
             together, again = loss_of(examples), loss_of(examples)
+            if generators != (host_generators(), torch.get_rng_state().tolist()):
+                together = math.nan  # the next draw would give other losses
         except Exception:  # whatever the user's own code raises on a batch that it will not see
             together = again = mean = math.nan
     if weights.warning is not None:
