@@ -133,7 +133,8 @@ class TrainingCLI(CommandLine):
         for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
         # A data module of the user's own need not have this one.
-        parser.link_arguments("data", "model.init_args.multi_label", _has_several_labels, apply_on="instantiate")
+        several = "model.init_args.multi_label"
+        parser.link_arguments("data", several, lambda data: getattr(data, "multi_label", False), apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)
@@ -304,10 +305,6 @@ def _refusals() -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = "/".join(Path(place.filename).parts[-3:])
         raise ConfigurationError(f"{error} ({type(error).__name__} in {where}, line {place.lineno})") from error
-
-
-def _has_several_labels(data: Any) -> bool:
-    return bool(getattr(data, "multi_label", False))
 
 
 def _num_train(privacy: PrivacySettings, data: Any) -> int | None:

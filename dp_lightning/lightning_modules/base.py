@@ -112,10 +112,14 @@ class ImageClassifier(lightning.LightningModule):
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
-        self._report()
+        """Keep the report of the test images, if there were any, and log its means."""
+        if self._test_metrics is not None:
+            names = getattr(self.trainer.datamodule, "label_names", None)  # type: ignore[attr-defined]
+            self.test_report, self._test_metrics = report_of(self._test_metrics, names), None
+            means = {name.replace("_", "/", 1): mean for name, mean in self.test_report.items()}
+            self.log_dict({name: mean for name, mean in means.items() if isinstance(mean, float)}, sync_dist=True)
 
-    def on_test_epoch_end(self) -> None:
-        self._report()
+    on_test_epoch_end = on_validation_epoch_end
 
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
         """Probabilities of the classes or labels (N, num_classes); labels in the batch are ignored."""
@@ -164,11 +168,3 @@ class ImageClassifier(lightning.LightningModule):
             add_dataloader_idx=False,
             batch_size=len(labels),
         )
-
-    def _report(self) -> None:
-        """Keep the report of the test images, if there were any, and log its means."""
-        if self._test_metrics is not None:
-            names = getattr(self.trainer.datamodule, "label_names", None)  # type: ignore[attr-defined]
-            self.test_report, self._test_metrics = report_of(self._test_metrics, names), None
-            means = {name.replace("_", "/", 1): mean for name, mean in self.test_report.items()}
-            self.log_dict({name: mean for name, mean in means.items() if isinstance(mean, float)}, sync_dist=True)

@@ -18,7 +18,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -32,44 +31,28 @@ _TOLERANCE = 0.005
 # The noise in the weights at which losses are compared: a fresh network gives all classes nearly the same probability,
 # and then each weighted mean of the losses is nearly the same.
 _NOISE = 0.1
-_WEIGHTED_MEAN = (
-    "training_step calls F.{} with class weights and reduction='mean', which divides by the sum of the weights of all "
+_CANCELS = (
+    "training_step calls F.{0} with class weights and reduction='mean', which divides by the sum of the weights of all "
     "labels. A private step sees one example: if it has one label, its weight cancels, and the run trains as without "
-    "weights. Write F.{}(..., weight=weight, reduction='none').mean(), or take a classifier of this package and its "
+    "weights. Write F.{0}(..., weight=weight, reduction='none').mean(), or take a classifier of this package and its "
     "setting class_weights."
 )
-_FROM_THE_BATCH = (
-    "The {} that training_step gives to F.{} is computed from the batch. A private step sees one example, whose label "
-    "alone says nothing of how rare a class is. Give the same public numbers to all examples."
-)
 
 
-class _ClassWeights(TorchFunctionMode):
-    """Notes class weights that mean something else for one example than for a batch."""
+class _WeightedMeans(TorchFunctionMode):
+    """Notes which function of torch divides by the sum of class weights."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.warning: str | None = None
-        self.calls = 0  # in this call of the loss
-        self._first: dict[Any, Tensor] = {}  # the weights of each call in the first loss
+    found: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.cross_entropy, F.nll_loss, F.binary_cross_entropy_with_logits):
-            given = inspect.signature(func).bind(*args, **(kwargs or {}))
-            given.apply_defaults()
-            self._look_at(func.__name__, given.arguments)
-        return func(*args, **(kwargs or {}))
-
-    def _look_at(self, function: str, given: Mapping[str, Any]) -> None:
-        name = "pos_weight" if "pos_weight" in given else "weight"
-        if (weight := given[name]) is None:
-            return
-        self.calls += 1
-        if not torch.equal(self._first.setdefault(self.calls, weight), weight):
-            self.warning = _FROM_THE_BATCH.format(name, function)
-        divides = name == "weight" and given["reduction"] == "mean" and not given["target"].is_floating_point()
-        if divides and weight.unique().numel() > 1:
-            self.warning = self.warning or _WEIGHTED_MEAN.format(function, function)
+        if func in (F.cross_entropy, F.nll_loss):
+            bound = inspect.signature(func).bind(*args, **kwargs or {})
+            bound.apply_defaults()
+            weight, target, reduction = (bound.arguments[name] for name in ("weight", "target", "reduction"))
+            weighted = weight is not None and weight.unique().numel() > 1
+            if weighted and reduction == "mean" and not target.is_floating_point():
+                self.found = func.__name__
+        return func(*args, **kwargs or {})
 
 
 def warn_of_changed_meaning(
@@ -85,7 +68,7 @@ def warn_of_changed_meaning(
     """
     count = min(_EXAMPLES, len(dataset))
     index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
-    with isolate_rng(), torch.no_grad(), trainer.precision_plugin.train_step_context(), _ClassWeights() as weights:
+    with isolate_rng(), torch.no_grad(), trainer.precision_plugin.train_step_context(), _WeightedMeans() as means:
         try:
             tried = copy.deepcopy(module).eval()
             tried.trainer = trainer
@@ -100,7 +83,6 @@ def warn_of_changed_meaning(
                 return batch if owner is None else getattr(owner, name)(batch, 0)
 
             def loss_of(examples: list[Any]) -> float:
-                weights.calls = 0
                 batch = hooked("on_before_batch_transfer", collate_fn(examples))
                 batch = trainer.precision_plugin.convert_input(move_data_to_device(batch, module.device))
                 output: Any = tried.training_step(hooked("on_after_batch_transfer", batch), *index)
@@ -114,8 +96,8 @@ def warn_of_changed_meaning(
                 together = math.nan  # the next draw would give other losses
         except Exception:  # whatever the user's own code raises on a batch that it will not see
             together = again = mean = math.nan
-    if weights.warning is not None:
-        rank_zero_warn(weights.warning)
+    if means.found is not None:
+        rank_zero_warn(_CANCELS.format(means.found))
         return False
     if (
         not math.isfinite(together)
@@ -126,6 +108,8 @@ def warn_of_changed_meaning(
     rank_zero_warn(
         f"With noise in the weights, the loss of {count} examples together is {together:.4g}, and the mean of their "
         f"losses is {mean:.4g}. Private training uses each example's own loss: what the loss takes from the rest of a "
-        "batch, such as negatives, class weights of a mean, statistics or thresholds, comes from the example alone."
+        "batch, such as negatives, statistics or thresholds, comes from the example alone. Give weights, such as "
+        "pos_weight, as public constants, and not as counts of the batch; take the mean of weighted losses, and not "
+        "their sum over the sum of the weights."
     )
     return True

@@ -76,7 +76,7 @@ def test_metrics_are_those_of_the_named_loader(tmp_path):
     val, test = loader([0, 1, 2], [0, 1, 2]), loader([0, 1, 2], [0, 0, 0])
     module = ImageClassifier(Fixed(), 3)
     run = trainer(tmp_path)
-    run.validate(module, dataloaders=val, verbose=False)
+    trainer(tmp_path).validate(module, dataloaders=val, verbose=False)
     assert module.test_report == {}
     results = run.validate(module, dataloaders={"val": val, "test": test}, verbose=False)
     assert module.test_report["test_confusion"] == [[1, 1, 1], [0, 0, 0], [0, 0, 0]]
