@@ -20,11 +20,12 @@ from dp_lightning.errors import ConfigurationError, DataError
 class PredictionFile(BasePredictionWriter):
     """``predictions.csv`` in ``trainer.default_root_dir``: position of an image, class, and probability of each class.
 
+    With several labels per image, ``labels`` takes the place of the class: the names or numbers of all labels with a
+    probability above 0.5, separated by semicolons.
+
     Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
-    the names of its classes, the name of the found class follows its number. With several labels per image, ``labels``
-    takes the place of the class: the names or numbers of all labels with a probability above 0.5, separated by
-    semicolons. Files that could not be read have no row: their paths are printed with the reasons. Predictions that
-    exist are never overwritten.
+    the names of its classes, the name of the found class follows its number. Files that could not be read have no row:
+    their paths are printed with the reasons. Predictions that exist are never overwritten.
 
     Raises:
         ConfigurationError: before anything is predicted, if the file exists or cannot be written, or if several
