@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from dp_lightning.errors import ConfigurationError, DataError
 
 class PredictionFile(BasePredictionWriter):
     """``predictions.csv`` in ``trainer.default_root_dir``: position of an image, class, and probability of each class.
+
+    With several labels per image, ``labels`` takes the place of the class: the names or numbers of all labels with a
+    probability above 0.5, separated by semicolons.
 
     Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
     the names of its classes, the name of the found class follows its number. Files that could not be read, or are not
@@ -66,11 +70,16 @@ class PredictionFile(BasePredictionWriter):
             raise DataError(f"None of the {number:,} files can be read:\n{listed(skipped)}")
         skipped += [(file, "its name does not end as those of images do") for file in getattr(data, "skipped", ())]
         names = next((callback.class_names for callback in callbacks if isinstance(callback, DataRecord)), None)
-        found = probabilities.argmax(1).tolist()
         columns: dict[str, Sequence[Any]] = {} if files is None else {"file": files}
-        columns |= {"index": range(number), "class": found}
-        if names is not None and len(names) == count:
-            columns["class_name"] = [names[place] for place in found]
+        columns["index"] = range(number)
+        known = names if names is not None and len(names) == count else None
+        if getattr(pl_module, "multi_label", False):
+            labels = known or [str(place) for place in range(count)]
+            columns["labels"] = [";".join(compress(labels, row)) for row in (probabilities > 0.5).tolist()]
+        else:
+            columns["class"] = found = probabilities.argmax(1).tolist()
+            if known is not None:
+                columns["class_name"] = [known[place] for place in found]
 
         def rows() -> Iterator[list[Any]]:
             """The rows, made one at a time: as text, a thousand probabilities are twenty times as large."""

@@ -152,6 +152,8 @@ def _onnx_of(
         dynamic_shapes=({0: torch.export.Dim("n")},),
     )
     meaning = "logits: softmax over the last axis gives the probabilities of the classes"
+    if getattr(module, "multi_label", False):
+        meaning = "logits: the sigmoid of each is the probability that the image has this label"
     contract = {
         "input": {"name": "images", "dtype": "float32", "shape": ["n", *shape], **_preparation(shape, images)},
         "output": {

@@ -132,6 +132,9 @@ class TrainingCLI(CommandLine):
         # Properties of the data, which nobody has to repeat for the model.
         for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
+        # A data module of the user's own need not have this one.
+        several = "model.init_args.multi_label"
+        parser.link_arguments("data", several, lambda data: getattr(data, "multi_label", False), apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)

@@ -30,6 +30,7 @@ class ImageFiles(lightning.LightningDataModule):
         image_size: Height and width of an image as the network receives it, in pixels.
         resized_to: Length of the shorter side before the centre crop; ``image_size`` if the checkpoint does not say.
         num_classes: Number of classes of the network.
+        multi_label: Whether an image may have several labels.
         in_channels: 3 for colour, 1 for grey.
         mean: Mean of each channel in the normalisation that the network was trained with.
         std: Standard deviation of each channel, likewise.
@@ -55,6 +56,7 @@ class ImageFiles(lightning.LightningDataModule):
         image_size: int | None = None,
         resized_to: int | None = None,
         num_classes: int | None = None,
+        multi_label: bool | None = None,
         in_channels: int | None = None,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
@@ -77,6 +79,7 @@ class ImageFiles(lightning.LightningDataModule):
         self._network = None
         #: Height, width and channels of what the classifier receives: of the images, or of their features.
         self.image_size, self.in_channels, self.num_classes = image_size, in_channels, num_classes
+        self.multi_label = multi_label
         if features is not None:
             setting = "data.init_args.feature_weights"
             self._network = FeatureNetwork.again(features, weights=feature_weights, setting=setting)

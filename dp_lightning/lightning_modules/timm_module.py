@@ -39,6 +39,8 @@ class TimmModule(ImageClassifier):
         in_channels: Channels of the images, linked from the data.
         mean: Mean of each channel in the data's normalisation, linked from the data.
         std: Standard deviation of each channel, likewise.
+        multi_label: An image may have several labels, linked from the data.
+        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
         model_kwargs: Further arguments of the network, such as ``{img_size: 32}`` for a vision transformer.
 
     Raises:
@@ -60,6 +62,8 @@ class TimmModule(ImageClassifier):
         in_channels: int = 3,
         mean: tuple[float, ...] = (0.5,),
         std: tuple[float, ...] = (0.5,),
+        multi_label: bool = False,
+        class_weights: list[float] | None = None,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         has_weights = pretrained or weights is not None
@@ -78,7 +82,7 @@ class TimmModule(ImageClassifier):
         if batch_norm == "group_norm":
             replaced = batch_norm_to_group_norm(model)
             rank_zero_info(f"{name}: {len(replaced)} BatchNorm layers became GroupNorm. Scales and shifts were kept.")
-        super().__init__(model, num_classes)
+        super().__init__(model, num_classes, multi_label=multi_label, class_weights=class_weights)
         #: If `dpl export` has written this file, its private steps count in a private run.
         self.weights_file = weights
         self._choose_trained(trained, lora_rank=lora_rank, lora_layers=lora_layers)
