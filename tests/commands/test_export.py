@@ -174,7 +174,7 @@ def test_pretrained_weights_are_not_loaded_again(tmp_path):
     fit(
         tmp_path / "run",
         *("--model", "TimmModule", "--model.name", "test_efficientnet", "--model.weights", str(weights)),
-        *("--model.batch_norm", "frozen", "--model.trained", "head", "--model.input_size", "32"),
+        *("--privacy.batch_norm", "freeze", "--model.trained", "head", "--model.input_size", "32"),
         *("--privacy.expected_batch_size", "16", "--trainer.max_steps", "1"),
     )
     path = checkpoint_of(tmp_path / "run")
