@@ -77,6 +77,7 @@ def main(arguments: list[str]) -> None:
         "class_path": model.class_path,
         "settings": dict(model.settings),
         **{name: model.data.get(name) for name in ("features", "resized_to", "class_names")},
+        "batch_norm": run.settings.get("batch_norm"),
         "checkpoint": run.statement.weights,
     }
     journal = journal_name(statement.run)
