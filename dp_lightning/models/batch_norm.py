@@ -11,6 +11,9 @@ from torch import nn
 from dp_lightning.errors import ConfigurationError, ModelError
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+# Behind a linear layer or on one pixel a group has no other values than its channels. One value is normalised to zero,
+# and two to -1 and 1, so that nothing before them would learn; Wu and He find 4 to 64 channels equally good.
+_CHANNELS_OF_A_GROUP = 4
 Network = TypeVar("Network", bound=nn.Module)
 
 
@@ -23,7 +26,7 @@ def batch_norm_to_group_norm(model: Network, *, num_groups: int = 32) -> Network
     """Replace every BatchNorm layer of a network by a GroupNorm with its scale and shift, in place.
 
     The parameters stay the same objects, so an optimizer that has them keeps working. The number of groups of a layer
-    is the largest divisor of its channels that is at most ``num_groups`` and leaves two channels to a group. A
+    is the largest divisor of its channels that is at most ``num_groups`` and leaves four channels to a group. A
     GroupNorm has no running statistics, so they are dropped and the network computes a different function: weights
     trained with BatchNorm are only a starting point.
 
@@ -79,7 +82,7 @@ def change_batch_norm(model: nn.Module, way: str | None) -> str:
 
 
 def _group_norm_like(norm: BatchNorm, num_groups: int, path: str) -> nn.GroupNorm:
-    most = max(min(num_groups, norm.num_features // 2), 1)  # one value alone would be normalised to zero
+    most = max(min(num_groups, norm.num_features // _CHANNELS_OF_A_GROUP), 1)
     groups = max(k for k in range(1, most + 1) if norm.num_features % k == 0)
     replacement: Any
     if type(norm) in get_args(BatchNorm):
