@@ -100,12 +100,10 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             )
             self._methods.install()
         if self.batch_norm != "refuse":
-            # By now, setup and configure_model of the module may not have made its layers yet; a checkpoint, a copy for
-            # an average and the optimizer come after both.
+            # The module has all of its layers then; weights of a checkpoint, averages and the optimizer come later.
             vars(pl_module)["configure_model"] = lambda: self._configure_model(pl_module)
 
     def _configure_model(self, pl_module: pl.LightningModule) -> None:
-        """The module's own ``configure_model``, and then what ``batch_norm`` says."""
         del vars(pl_module)["configure_model"]
         pl_module.configure_model()
         self.change_batch_norm(pl_module)

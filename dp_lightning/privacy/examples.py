@@ -13,12 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
+from dp_lightning.privacy.gradients.normalization import ContiguousBatchNorm
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
 from dp_lightning.privacy.isolation import Isolation
@@ -111,7 +110,7 @@ class Examples:
     def _gradients(self, loss: Loss, example: Any) -> dict[str, Tensor]:
         """Gradients (1, *shape) by parameter name, without the parameters that the loss does not use."""
         try:
-            with _ContiguousBatchNorm():
+            with ContiguousBatchNorm():
                 value = _scalar(loss(example))
         except ValueError as error:
             if is_of_batch_norm(str(error)):
@@ -130,22 +129,6 @@ class Examples:
             for name, gradient in zip(trained, found, strict=True)
             if gradient is not None
         }
-
-
-class _ContiguousBatchNorm(TorchFunctionMode):
-    """Gives BatchNorm an input and a gradient of one layout.
-
-    In evaluation mode, the backward pass of torch 2.14.1 is wrong where one of them is transposed and the other is not,
-    and a dimension has the size one (tests/privacy/test_examples.py).
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not F.batch_norm:
-            return function(*args, **(kwargs or {}))
-        result = F.batch_norm(args[0].contiguous(), *args[1:], **(kwargs or {}))
-        if result.requires_grad:
-            result.register_hook(Tensor.contiguous)
-        return result
 
 
 def _alone(leaf: Any, index: int, *, counted: bool) -> Any:

@@ -114,7 +114,7 @@ def test_gradients_are_right_in_every_layout(name, examples):
 
 
 def test_torch_is_still_wrong_about_a_transposed_gradient():
-    """When this fails, torch is mended: remove ``_ContiguousBatchNorm`` of ``privacy/examples.py`` and this test."""
+    """When this fails, torch is mended: remove ``ContiguousBatchNorm`` and this test."""
     torch.manual_seed(0)
     x, transposed = torch.randn(1, 5, 7, 1, requires_grad=True), torch.randn(1, 7, 5).transpose(1, 2).unsqueeze(3)
     result = F.batch_norm(x, torch.randn(5), torch.ones(5))
