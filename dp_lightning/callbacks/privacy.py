@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.models.batch_norm import change_batch_norm, require_statistics
+from dp_lightning.models.batch_norm import change_batch_norm, warn_without_statistics
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.record import RunRecord
@@ -125,7 +125,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         if self._methods is None or self._methods.loader is None:
             raise ConfigurationError("trainer.limit_train_batches is 0: there is nothing to train.")
         if self.batch_norm == "freeze":
-            require_statistics(pl_module)
+            warn_without_statistics(pl_module)
         self._run = PrivateRun(trainer, pl_module, self, self.history, self._methods.loader)
         self._run.batch_norm = self._batch_norm
         self._methods.take_step, self._methods.release = self._run.take_step, self._run.release

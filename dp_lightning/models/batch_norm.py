@@ -4,11 +4,12 @@ BatchNorm normalises by statistics of the batch, so examples affect each other's
 GroupNorm (Wu and He 2018), or it stays in evaluation mode with the statistics of its pretrained weights.
 """
 
+import warnings
 from typing import Any, TypeAlias, TypeVar, cast, get_args
 
 from torch import nn
 
-from dp_lightning.errors import ConfigurationError, ModelError
+from dp_lightning.errors import ModelError
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 # Behind a linear layer or on one pixel a group has no other values than its channels. One value is normalised to zero,
@@ -99,17 +100,14 @@ def _group_norm_like(norm: BatchNorm, num_groups: int, path: str) -> nn.GroupNor
     return cast(nn.GroupNorm, replacement)
 
 
-def require_statistics(model: nn.Module) -> None:
-    """Refuse to freeze the BatchNorm layers of a network that has seen no data: they would normalise nothing.
-
-    Raises:
-        ConfigurationError: where the statistics of every layer are those of a fresh network.
-    """
+def warn_without_statistics(model: nn.Module) -> None:
+    """Warn where the statistics of every layer are those of a network without training, and normalise nothing."""
     layers: list[Any] = list(batch_norms(model).values())
     if layers and not any(norm.running_mean.any() or (norm.running_var != 1).any() for norm in layers):
-        raise ConfigurationError(
+        warnings.warn(
             "privacy.batch_norm is freeze, but the BatchNorm layers have the statistics of a network without training. "
-            "Start from pretrained weights (pretrained: true or weights of TimmModule), or set batch_norm: group."
+            "Start from pretrained weights (pretrained: true or weights of TimmModule), or set batch_norm: group.",
+            stacklevel=2,
         )
 
 

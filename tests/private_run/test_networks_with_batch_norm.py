@@ -174,8 +174,8 @@ def test_by_default_batch_norm_is_refused_and_the_setting_named(tmp_path, exampl
         fit(tmp_path, module, "refuse", examples=examples)
 
 
-def test_a_network_without_statistics_is_not_frozen(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"privacy\.batch_norm is freeze, but .* without training"):
+def test_a_network_without_statistics_is_frozen_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match=r"privacy\.batch_norm is freeze, but .* without training"):
         fit(tmp_path, Wild(), "freeze")
 
 
