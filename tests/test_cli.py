@@ -158,6 +158,25 @@ def test_a_command_without_a_configuration_says_how_to_get_one(capsys):
     assert re.search("required: .*model.*`dpl configs` lists.*`dpl init FOLDER`", capsys.readouterr().err)
 
 
+OTHER = "pytorch_lightning"
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        ("--model", f"{OTHER}.LightningModule"),
+        ("--data", f"{OTHER}.LightningDataModule"),
+        ("--trainer.callbacks+", f"{OTHER}.callbacks.LearningRateMonitor"),
+        ("--trainer.logger", f"{OTHER}.loggers.CSVLogger"),
+    ],
+)
+def test_classes_of_the_other_package_of_lightning_are_named(setting, kind, capsys):
+    pytest.importorskip(OTHER)
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", DIGITS, setting, kind])
+    assert f"{kind.rpartition('.')[2]} is of the package pytorch_lightning" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["plan"], ["analyze", "snr"]])
 def test_commands_with_the_options_of_a_fit_find_misspelt_names_too(command, capsys):
     with pytest.raises(SystemExit, match="2"):

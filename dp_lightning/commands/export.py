@@ -18,6 +18,7 @@ from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.verify import verify
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import ImageClassifier, TimmModule
+from dp_lightning.models.batch_norm import change_batch_norm
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.trained import merge_low_rank
@@ -69,13 +70,14 @@ def main(arguments: list[str]) -> None:
             f"{checkpoint} and the journal beside it do not belong together, so it is not exported: "
             f"{'; '.join(wrong)}. Use the checkpoint as the run left it, with the journal of its folder."
         )
-    module = _module(saved["state_dict"], model, options.module_class)
+    module = _module(saved["state_dict"], model, options.module_class, batch_norm=run.settings.get("batch_norm"))
     tensors = _tensors(module)
     statement = replace(run.statement, weights=digest_of(tensors))
     facts: dict[str, Any] = {
         "class_path": model.class_path,
         "settings": dict(model.settings),
         **{name: model.data.get(name) for name in ("features", "resized_to", "class_names")},
+        "batch_norm": run.settings.get("batch_norm"),
         "checkpoint": run.statement.weights,
     }
     journal = journal_name(statement.run)
@@ -98,7 +100,9 @@ def main(arguments: list[str]) -> None:
         print(f"The exported network is {statement.release}", file=sys.stderr)
 
 
-def _module(weights: dict[str, Tensor], saved: SavedModel, module_class: str | None) -> pl.LightningModule:
+def _module(
+    weights: dict[str, Tensor], saved: SavedModel, module_class: str | None, *, batch_norm: str | None
+) -> pl.LightningModule:
     """The module of the checkpoint, as it was trained, with low-rank additions merged into the weights."""
     kind = saved.module_class(trusted=module_class)
     if kind is None:
@@ -108,6 +112,7 @@ def _module(weights: dict[str, Tensor], saved: SavedModel, module_class: str | N
         )
     with without_weights():
         module: pl.LightningModule = kind(**saved.arguments_of(kind))
+    change_batch_norm(module, batch_norm)
     module.load_state_dict(weights)
     if isinstance(module, TimmModule):
         merge_low_rank(module.model)

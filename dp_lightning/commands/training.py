@@ -1,6 +1,8 @@
 """``dpl fit | validate | test | predict``: LightningCLI with ``privacy``, ``postprocess`` and ``averaging``."""
 
+import inspect
 import os
+import pydoc
 import re
 import shlex
 import sys
@@ -44,9 +46,10 @@ from dp_lightning.lightning_internals import CommandLine, flags_of
 from dp_lightning.lightning_modules import schedules
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.lightning_modules.schedules import WarmupCosine
-from dp_lightning.private_run.resume import latest_checkpoint
+from dp_lightning.private_run.resume import SavedRun, latest_checkpoint
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.private_run.settings import PrivacySettings
+from dp_lightning.private_run.trainer_checks import OF_THE_OTHER_PACKAGE, is_of_the_other_package
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
@@ -103,6 +106,13 @@ def _hint(message: str, flags: set[str]) -> str:
     if (found := _UNKNOWN.search(message)) and "Did you mean" not in message:
         names = {name for module in _MODULES for name in getattr(module, "__all__", dir(module))}
         return did_you_mean(found[1], {*flags, *(name for name in names if name[0].isupper())})
+    if found := re.search(r"correspond to a subclass of .*Given value: ([\w.]+)", message, re.DOTALL):
+        kind = pydoc.locate(found[1])
+        return (
+            f" {kind.__name__} {OF_THE_OTHER_PACKAGE}"
+            if inspect.isclass(kind) and is_of_the_other_package(kind)
+            else ""
+        )
     if "arguments are required" in message:
         return " `dpl configs` lists configurations, and `dpl init FOLDER` writes one for your images."
     return ""
@@ -172,7 +182,9 @@ class TrainingCLI(CommandLine):
         if kind in OWN_NETWORKS:  # the file may be gone, and the checkpoint has the weights
             arguments.pop("weights", None)
         model = {"class_path": saved.class_path, "dict_kwargs": arguments}
-        self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+        run = SavedRun.read(checkpoint)
+        kept = {} if run is None else {"privacy": {"batch_norm": run.settings.get("batch_norm", "refuse")}}
+        self.config = self.parser.parse_object({command: {"model": model, **kept}}, self.config)
 
     def before_instantiate_classes(self) -> None:
         """Refuse a checkpoint that does not exist, and warn of an evaluation without one."""

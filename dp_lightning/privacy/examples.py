@@ -17,6 +17,7 @@ from torch import Tensor
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
+from dp_lightning.privacy.gradients.normalization import ContiguousBatchNorm
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.refusals import UNTRAINED, explaining
 from dp_lightning.privacy.isolation import Isolation
@@ -128,7 +129,8 @@ class Examples:
 
     def _gradients(self, loss: Loss, example: Any) -> dict[str, Tensor]:
         """Gradients (1, *shape) by parameter name, without the parameters that the loss does not use."""
-        value = _scalar(loss(example))
+        with ContiguousBatchNorm():
+            value = _scalar(loss(example))
         if not value.requires_grad:
             raise ModelError(UNTRAINED)
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}

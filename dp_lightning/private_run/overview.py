@@ -41,6 +41,8 @@ def _notes(run: PrivateRun) -> list[str]:
             f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee and "
             "have to come from public data."
         )
+    elif run.batch_norm != "none":
+        notes.append(f"{run.batch_norm} (privacy.batch_norm).")
     if run.plan.noise_multiplier == 0:
         notes.append("No noise is added: this run is NOT PRIVATE.")
     elif reasons := [*sorted(record.faults), *(["it is reproducible"] if settings.reproducible else [])]:

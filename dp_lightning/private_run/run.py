@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
+from dp_lightning.models.batch_norm import freeze_batch_norm
 from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.journal import journal_name
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -125,6 +126,7 @@ class PrivateRun:
         step: the private mechanism.
         budget: epsilon of the steps that are taken, and of those to come.
         postprocessing: what acts on the privatized gradient, in words; other callbacks add to this list.
+        batch_norm: what became of BatchNorm layers, in words.
         weights: returns the weights of which the statement speaks: those of the module, unless a callback averages.
         on_physical_batch: functions to be called after each physical batch, with the number of the batch in its step,
             from 1, and the number of batches of the step.
@@ -147,6 +149,7 @@ class PrivateRun:
     ) -> None:
         self.trainer, self.module, self.settings, self.history = trainer, module, settings, history
         self.postprocessing: list[str] = []
+        self.batch_norm = "none"
         self.weights: Callable[[], Mapping[str, Any]] = module.state_dict
         self.on_physical_batch: list[Callable[[int, int], None]] = []
         self.stop_requested = self.stopping = False
@@ -279,6 +282,8 @@ class PrivateRun:
     def take_step(self, batch: LogicalBatch) -> None:
         """Add up the clipped gradients of a step's physical batches, and log what ``training_step`` logs."""
         self._index = int(batch.step)
+        if self.settings.batch_norm == "freeze":  # module.train() of a hook has undone it
+            freeze_batch_norm(self.module)
         with self._logging.logical_batch():
             for physical in self._physical.next_step(int(self.trainer.num_training_batches) - self._index):
                 with self._logging.physical_batch(physical.counted):
@@ -387,6 +392,7 @@ class PrivateRun:
         return self.step.statement(
             unprotected=tuple(sorted(history.unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",
+            batch_norm=self.batch_norm,
             lost_steps=history.ledger.num_steps - self._in_weights,
             weights=digest_of(self.weights() if weights is None else weights),
         )

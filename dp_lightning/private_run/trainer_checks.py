@@ -33,6 +33,18 @@ Row = tuple[bool, str]
 """Whether a setting is refused, and the message."""
 
 
+#: What is wrong with a class for which ``is_of_the_other_package`` holds.
+OF_THE_OTHER_PACKAGE = (
+    "is of the package pytorch_lightning, and dp_lightning builds on the package lightning. Write import "
+    "lightning.pytorch as pl instead, for Trainer, LightningModule, data module, callbacks and loggers."
+)
+
+
+def is_of_the_other_package(kind: type) -> bool:
+    """Whether a class inherits from pytorch_lightning, which has the classes of lightning.pytorch a second time."""
+    return any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in kind.__mro__)
+
+
 def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse what cannot be trained privately; nothing of the data is touched.
 
@@ -40,11 +52,7 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         ConfigurationError: with a line for each setting.
     """
     if not isinstance(trainer, pl.Trainer):  # Lightning itself refuses a module of the other package
-        package = type(trainer).__module__.partition(".")[0]
-        raise ConfigurationError(
-            f"The Trainer is of the package {package}, and dp_lightning builds on the package lightning. Write import "
-            "lightning.pytorch as pl instead, for Trainer, LightningModule and callbacks."
-        )
+        raise ConfigurationError(f"The Trainer {OF_THE_OTHER_PACKAGE}")
     refuse(
         *_of_the_trainer(trainer),
         *_of_the_processes(trainer),
@@ -119,6 +127,7 @@ def _of_the_callbacks(trainer: pl.Trainer) -> Iterator[Row]:
     yield len(private) > 1, "trainer.callbacks has several PrivacyCallbacks, and a run has one plan. Leave one."
     for callback in callbacks:
         name = type(callback).__name__
+        yield is_of_the_other_package(type(callback)), f"The callback {name} {OF_THE_OTHER_PACKAGE}"
         for kind, reason in _CALLBACKS:
             yield isinstance(callback, kind), f"trainer.callbacks has {name}: {reason}. Remove it."
 

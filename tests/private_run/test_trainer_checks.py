@@ -48,6 +48,14 @@ def test_the_other_package_of_lightning_is_named(tmp_path):
         check_settings(other.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path), Plain())
 
 
+@pytest.mark.parametrize("name", ["ModelCheckpoint", "EarlyStopping", "LambdaCallback"])
+def test_callbacks_of_the_other_package_are_named(tmp_path, name):
+    other = getattr(pytest.importorskip("pytorch_lightning").callbacks, name)
+    callback = other("val_loss") if name == "EarlyStopping" else other()
+    with pytest.raises(ConfigurationError, match=rf"The callback {name} is of the package pytorch_lightning"):
+        trainer(tmp_path, privacy(), callback).fit(Plain(), loader())
+
+
 def test_a_backward_of_ones_own_is_refused(tmp_path):
     class Scaling(Plain):
         def backward(self, loss, *args, **kwargs):

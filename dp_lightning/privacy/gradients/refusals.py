@@ -52,9 +52,10 @@ UNTRAINED = (
 )
 _ALONE = " The same code runs on two examples: let it take a single one."
 BATCH_NORM = (
-    "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples. Replace it "
-    "(models.batch_norm_to_group_norm changes a model in place; batch_norm: group_norm of TimmModule), or keep it in "
-    "evaluation mode (models.freeze_batch_norm, or batch_norm: frozen)."
+    "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples. Set "
+    "privacy.batch_norm, or batch_norm of PrivacyCallback: group replaces it by GroupNorm, and freeze keeps it in "
+    "evaluation mode with pretrained statistics. Without Lightning, call batch_norm_to_group_norm(model) or "
+    "freeze_batch_norm(model) of dp_lightning.models."
 )
 _OF_BATCH_NORM = re.compile(r"running_(mean|var)\b|more than 1 value per channel when training")
 
