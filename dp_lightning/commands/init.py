@@ -32,7 +32,9 @@ def main(arguments: list[str]) -> None:
     from dp_lightning.commands.starting_configuration import BACKBONE, FEW_IMAGES, Model, configuration
     from dp_lightning.datamodules import ImageFolder, ImageTable, NpzImages
     from dp_lightning.datamodules.survey import Survey
+    from dp_lightning.models.pretrained import require_weights
 
+    require_weights(options.weights)
     class_path, settings = _data(options, arguments[1:])
     kinds = {kind.__name__: kind for kind in (ImageFolder, ImageTable, NpzImages)}
     survey = Survey.of(kinds[class_path](**settings))

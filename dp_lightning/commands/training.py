@@ -46,7 +46,8 @@ from dp_lightning.lightning_internals import CommandLine, flags_of
 from dp_lightning.lightning_modules import schedules
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.lightning_modules.schedules import WarmupCosine
-from dp_lightning.private_run.resume import SavedRun, latest_checkpoint
+from dp_lightning.models.pretrained import require_weights
+from dp_lightning.private_run.resume import SavedRun, latest_checkpoint, newest_checkpoint
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.trainer_checks import OF_THE_OTHER_PACKAGE, is_of_the_other_package
@@ -66,6 +67,8 @@ _MODULES = (
 )
 # How the parser quotes a name that it does not know.
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: --?|accept option '|Option '|import path string: )([\w.]+)")
+# How the parser quotes a class whose package is missing.
+_MISSING = re.compile(r"class_path '([\w.]+)':\s+((?:Requirement|No module named) .*)")
 # Groups of which nothing is set where all lines below them are comments.
 _MAY_BE_EMPTY = {"init_args", "dict_kwargs", "trainer", "privacy", "postprocess", "averaging"}
 
@@ -156,6 +159,8 @@ class TrainingCLI(CommandLine):
     def read_checkpoint_settings(self) -> None:
         """Take the module's settings from the checkpoint, as Lightning does, but only settings that the module has."""
         command, path = self.config.get("subcommand"), self.setting(self.config, "ckpt_path")
+        if path == "last" and command != "fit":
+            path = self.config[command].ckpt_path = self._last_checkpoint()
         if command is None or path is None or not Path(path).is_file():
             return
         weights_only = self.setting(self.config, "weights_only")
@@ -186,6 +191,23 @@ class TrainingCLI(CommandLine):
         kept = {} if run is None else {"privacy": {"batch_norm": run.settings.get("batch_norm", "refuse")}}
         self.config = self.parser.parse_object({command: {"model": model, **kept}}, self.config)
 
+    def _last_checkpoint(self) -> str:
+        """The newest checkpoint where the runs of this configuration leave theirs; no trainer exists yet."""
+        trainer = self.setting(self.config, "trainer")
+        given = [trainer.get(name) for name in ("logger", "callbacks")]
+        parts = [part for value in given for part in (value if isinstance(value, list) else [value])]
+        settings = [part.get("init_args", {}) for part in parts if isinstance(part, Namespace)]
+        places = [each.get(name) for each in settings for name in ("save_dir", "dirpath")]
+        roots = [Path(place) for place in (trainer.get("default_root_dir") or ".", *places) if place]
+        depths = "checkpoints", "*/checkpoints", "*/*/checkpoints"
+        found = [folder for root in roots for depth in depths for folder in root.glob(depth)]
+        if (path := newest_checkpoint([*roots, *found], self.setting(self.config, "weights_only"))) is None:
+            raise ConfigurationError(
+                f"ckpt_path is 'last', but there is no checkpoint of a run in {', '.join(map(str, roots))}. Give the "
+                "path of one, or the run's trainer.default_root_dir."
+            )
+        return path
+
     def before_instantiate_classes(self) -> None:
         """Refuse a checkpoint that does not exist, and warn of an evaluation without one."""
         path = self.setting(self.config, "ckpt_path")
@@ -195,11 +217,15 @@ class TrainingCLI(CommandLine):
             )
         resumes = self.subcommand == "fit" and path == "last"
         if path is not None and not resumes and not Path(path).is_file():
-            known = " (or 'last', for that of the previous run)" if self.subcommand == "fit" else ""
-            raise ConfigurationError(f"ckpt_path {path} is not a file; give the path of a checkpoint{known}.")
+            raise ConfigurationError(
+                f"ckpt_path {path} is not a file; give the path of a checkpoint, or 'last' for the newest one."
+            )
 
     def instantiate_classes(self) -> None:
         with _refusals():
+            for group in (self.setting(self.config, "model"), self.setting(self.config, "data")):
+                if group is not None and group.class_path.startswith("dp_lightning."):
+                    require_weights(group.get("init_args.weights"))  # before data modules read their files
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -312,6 +338,8 @@ def _refusals() -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, DpLightningError):
             cause = cause.__cause__  # the parser wraps what a class within raises
+        if missing := _MISSING.search(str(error)):
+            raise ConfigurationError(f"{missing[1]} needs a package that is not installed: {missing[2]}") from error
         if cause is not None:
             raise cause from None
         place = traceback.extract_tb(error.__traceback__)[-1]

@@ -34,6 +34,7 @@ from dp_lightning.private_run.data_checks import check_hyperparameters, require_
 from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
 from dp_lightning.private_run.resume import RUNS, RunHistory, SavedRun, plan_of_fit
+from dp_lightning.private_run.schedule_trial import try_schedules
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.step_logging import StepLogging
 from dp_lightning.private_run.trainer_checks import check_optimizers, require_step
@@ -261,13 +262,14 @@ class PrivateRun:
                 )
 
     def training_starts(self) -> None:
-        """Compare the ranks' data, and warn if a batch's loss is not the mean over its examples."""
+        """Try the schedules, compare the ranks' data, and warn if a batch's loss is not the mean over its examples."""
         disk, reader = self.settings.disk, self.step.reader
         if disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
             raise ConfigurationError(
                 f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."
             )
+        try_schedules(self.trainer, self.module, self.plan.num_steps - self.history.ledger.num_steps)
         self._first = self.trainer.global_step
         self._log_epsilon()
         require_held_out(reader.dataset, self.trainer.val_dataloaders)

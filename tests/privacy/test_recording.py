@@ -89,8 +89,16 @@ MODULES = {
     "in place": lambda: nn.Sequential(
         nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Hardtanh(inplace=True)
     ),
+    "InstanceNorm in place": lambda: _norm_in_place(nn.InstanceNorm1d(3, affine=True)),
+    "GroupNorm in place": lambda: _norm_in_place(nn.GroupNorm(2, 4)),
+    "LayerNorm in place": lambda: _norm_in_place(nn.LayerNorm(4)),
+    "RMSNorm in place": lambda: _norm_in_place(nn.RMSNorm(4)),
     "convolution in place": lambda: Module(lambda m, x: m.c(x).relu_().sum(0), c=nn.Conv1d(3, 4, 2)),
 }
+
+
+def _norm_in_place(norm):
+    return nn.Sequential(nn.Linear(4, 4), norm, nn.LeakyReLU(0.1, inplace=True))
 
 
 def _lora():
