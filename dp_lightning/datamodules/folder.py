@@ -25,7 +25,8 @@ from torchvision.transforms import v2
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, luma, require_readable
+from dp_lightning.datamodules.decoding import Window, luma
+from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, require_readable
 from dp_lightning.datamodules.listing import image_files, persons_of_files
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group, checked_groups
@@ -37,14 +38,17 @@ class ImageFolder(ImageDataModule):
     The shorter side is resized to ``image_size`` and the centre is cropped. ``root/val`` is the validation set and
     ``root/test`` the test set; if there is only ``root/val``, it is the test set. Classes are the names of the folders
     in ``root/train``, in alphabetical order; the other sets may lack some of them. A warning counts the files without
-    the extension of an image, and an image at another depth of the tree is an error. The values of 16-bit grey images
-    range from 0 to 65,535.
+    the extension of an image, and an image at another depth of the tree is an error. Images are turned as their EXIF
+    orientation says.
 
     Args:
         root: Folder that holds ``train`` and ``val`` or ``test``.
         image_size: Height and width of an image as the network receives it, in pixels.
         in_channels: 3 for colour, 1 for grey. Images without colours need no more: scattering then has a third of the
             features, so that the noise is less.
+        window: The values in the files, of whatever depth, that are black and white, such as ``[0, 4095]`` for 12 bits;
+            of DICOM, the values after rescale slope and intercept. What lies between them gets 256 levels. A public
+            choice: take it from what is known of the modality. None is for files of 8 bits, and refuses others.
         flip: Mirror training images at random; set it to false if a mirrored image means something else.
         read_first: Decode every file first, and name all that cannot be read. Without it, such a file stops the run
             when it is drawn, and the run can resume only after the file is replaced: removing it would change the
@@ -72,6 +76,7 @@ class ImageFolder(ImageDataModule):
         *,
         image_size: int = 64,
         in_channels: Literal[1, 3] = 3,
+        window: Window | None = None,
         flip: bool = True,
         read_first: bool | None = None,
         group_folders: bool = False,
@@ -83,7 +88,7 @@ class ImageFolder(ImageDataModule):
         super().__init__(**kwargs)
         self.root = Path(root)
         self.image_size, self.in_channels = image_size, in_channels
-        self.flip, self.read_first = flip, read_first
+        self.window, self.flip, self.read_first = window, flip, read_first
         if (group_file is None) != (group_column is None) or (group_folders and group_file is not None):
             raise ConfigurationError(
                 f"{group_folders=}, {group_file=} and {group_column=} do not say which images belong to the same "
@@ -136,7 +141,7 @@ class ImageFolder(ImageDataModule):
         few = sum(map(len, files.values())) < READ_FIRST_BELOW
         if few if self.read_first is None else self.read_first:
             for split, paths in files.items():
-                require_readable(paths, str(self.split_folders[split]))
+                require_readable(paths, str(self.split_folders[split]), self.window)
 
     def read_split(self, split: Split) -> FileSource:
         return self._files[split]
@@ -178,7 +183,8 @@ class ImageFolder(ImageDataModule):
                 columns = {"file_column": self.file_column, "group_column": self.group_column}
                 required = split == "train"
                 persons = persons_of_files(paths, self.root, Path(self.group_file), required=required, **columns)
-            found[split] = FileSource(paths, torch.tensor([numbers[name] for _, name in pairs]), persons)
+            labels = torch.tensor([numbers[name] for _, name in pairs])
+            found[split] = FileSource(paths, labels, persons, self.window)
         return found
 
     def _listed(self, split: Split, folder: Path) -> list[tuple[str, str]]:
