@@ -32,6 +32,11 @@ from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FORMATS = ("safetensors", "onnx")
 # ITU-R 601, as `ImageFiles` computes it.
+_WINDOWED = (
+    "(value - window[0]) / (window[1] - window[0]) * 255 of each value in the file, rounded to the nearest integer and "
+    "halves to the even one, clipped to 0 to 255; values of DICOM after rescale slope and intercept, and where low "
+    "values are white (MONOCHROME1, WhiteIsZero), 255 - pixel"
+)
 _GREY = "grey: (299 R + 587 G + 114 B + 500) // 1000 of the resized and cropped RGB image"
 
 
@@ -76,7 +81,7 @@ def main(arguments: list[str]) -> None:
     facts: dict[str, Any] = {
         "class_path": model.class_path,
         "settings": dict(model.settings),
-        **{name: model.data.get(name) for name in ("features", "resized_to", "class_names")},
+        **{name: model.data.get(name) for name in ("features", "resized_to", "window", "class_names")},
         "batch_norm": run.settings.get("batch_norm"),
         "checkpoint": run.statement.weights,
     }
@@ -133,7 +138,7 @@ def _onnx_of(
     images: Mapping[str, Any]
     if (features := model.data.get("features")) is None:
         whole: nn.Module = module
-        images = {"resized_to": model.data.get("resized_to"), **model.settings}
+        images = {"resized_to": model.data.get("resized_to"), "window": model.data.get("window"), **model.settings}
     else:
         weights, images = options.feature_weights, {**features["network"], **features}
         before = FeatureNetwork.again(features["network"], weights=weights, setting="--feature-weights")
@@ -178,15 +183,20 @@ def _preparation(shape: tuple[int, ...], images: Mapping[str, Any]) -> dict[str,
     Args:
         shape: (C, H, W) of an input, or (D,) of a vector of features, which is not prepared.
         images: ``mean`` and ``std`` of the data's normalisation, one number for each channel or one for all, which may
-            be missing; ``resized_to``, the length of the shorter side in pixels before the centre crop.
+            be missing; ``resized_to``, the length of the shorter side in pixels before the centre crop; ``window``,
+            the values that are black and white.
     """
     if len(shape) == 1:
         return {"layout": "NC"}
     channels, height, width = shape
     given = {name: images.get(name) for name in ("mean", "std")}
     each = {name: v if v is None else list(v) * (channels if len(v) == 1 else 1) for name, v in given.items()}
+    window = images.get("window")
     return {
         "layout": "NCHW",
+        "exif_orientation": "applied first: the image is turned as a viewer shows it",
+        "window": window,
+        "pixel": "8 bits of the file" if window is None else _WINDOWED,
         "channels": {1: _GREY, 3: "RGB"}.get(channels, "as in the training data"),
         "resize": {
             "shorter_side": images.get("resized_to") or height,
@@ -195,7 +205,6 @@ def _preparation(shape: tuple[int, ...], images: Mapping[str, Any]) -> dict[str,
         },
         "center_crop": [height, width],
         "crop_from": "left and top: (side - crop) / 2, rounded to the nearest integer and halves to the even one",
-        "exif_orientation": "ignored",
         "transparency": "ignored",
         "range": [0.0, 1.0],
         "scale_to_range": "pixel / 255",

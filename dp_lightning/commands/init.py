@@ -12,6 +12,8 @@ from dp_lightning.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from dp_lightning.datamodules.survey import Look, Survey
 
+# Levels of a pixel, the number below which they are said to be few, and the highest value of 16 bits.
+_LEVELS, _FEW_LEVELS, _FULL_RANGE = 256, 64, 65_535
 # Classes that have a line each; images, or pairs of equal ones, that are named.
 _SHOWN, _NAMED = 20, 3
 
@@ -29,7 +31,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigurationError(f"{out} exists. Give another file with --out, or remove it.")
     require_writable(out.parent, "--out")
     # These import torch.
-    from dp_lightning.commands.starting_configuration import BACKBONE, FEW_IMAGES, Model, configuration
+    from dp_lightning.commands.starting_configuration import BACKBONE, FEW_IMAGES, Model, configuration, proposed_window
     from dp_lightning.datamodules import ImageFolder, ImageTable, NpzImages
     from dp_lightning.datamodules.survey import Survey
     from dp_lightning.models.pretrained import require_weights
@@ -43,6 +45,8 @@ def main(arguments: list[str]) -> None:
             f"{options.data} has images of one class, {', '.join(survey.class_names)}; a classifier tells at least "
             "2 classes apart."
         )
+    if survey.values is not None:
+        settings["window"] = proposed_window(*survey.values)
     few = len(survey.readable) < FEW_IMAGES
     if options.from_scratch or not (few or options.backbone or options.weights):
         model = Model.from_scratch(len(survey.readable))
@@ -150,6 +154,8 @@ def _found(survey: "Survey") -> Iterator[str]:
     width = max(len(name) for name, *_ in rows)
     yield from (f"{name:{width}}" + "".join(f"{each:>10}" for each in others) for name, *others in rows)
     yield f"\nshorter side: {survey.median_side} pixels (median); {'grey' if survey.is_grey else 'in colour'}"
+    if survey.values is not None:
+        yield from _depth(survey, *survey.values)
     if (persons := survey.images_of_persons) is not None:
         yield f"persons: {len(persons):,}, with up to {max(persons.values())} images each"
         yield "  Each folder inside a class folder, or each id of the table, is a person. If it is none, move the"
@@ -169,3 +175,14 @@ def _found(survey: "Survey") -> Iterator[str]:
     if bad := [look for look in survey.looks if look.problem is not None]:
         yield f"files that cannot be read, to be replaced or removed: {len(bad):,}"
         yield from (f"  {look.path}: {look.problem}" for look in bad)
+
+
+def _depth(survey: "Survey", low: float, high: float) -> Iterator[str]:
+    """What is lost of values of more than 8 bits, and what the proposed window is worth."""
+    left = min(_LEVELS, round((high - low) * (_LEVELS - 1) / _FULL_RANGE) + 1)
+    yield f"values: {low:,g} to {high:,g}, of more than 8 bits"
+    few = ", which are few" if left < _FEW_LEVELS else ""
+    yield f"  With 0 to {_FULL_RANGE:,} as black and white, {left} of {_LEVELS} levels are left{few}."
+    yield "  The window in the file spans these values and is a proposal: replace it by what is known of such images."
+    if shallow := sum(look.values is None for look in survey.readable):
+        yield f"  {shallow:,} other images have 8 bits, and the window is applied to their values too: convert them."

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, Edges
 from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform, normalized
+from dp_lightning.datamodules.decoding import Window
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group
 
@@ -53,6 +54,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     crop_padding = 4
     #: Whether a mirrored image still shows its class.
     flip = True
+    #: The values that are black and white in the files, a public choice; None for files of 8 bits.
+    window: Window | None = None
 
     def __init__(
         self,

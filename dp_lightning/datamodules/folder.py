@@ -28,7 +28,8 @@ from torchvision.transforms import v2
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, luma, require_readable
+from dp_lightning.datamodules.decoding import Window, luma
+from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, require_readable
 from dp_lightning.datamodules.listing import SPLIT_NAMES, files_in, image_files, split_of, what_is_in
 from dp_lightning.datamodules.tables import persons_of_files, tables_beside
 from dp_lightning.errors import ConfigurationError, DataError
@@ -52,14 +53,17 @@ class ImageFolder(ImageDataModule):
     ``root/test`` the test set; if there is only ``root/val``, it is the test set. Other names are understood, in any
     case: ``SPLIT_NAMES``. Classes are the names of the folders in ``root/train``, in alphabetical order; the other sets
     may lack some of them. Warnings name folders of images in ``root`` that are not read, and count the files without
-    the extension of an image; an image at another depth of the tree is an error. The values of 16-bit grey images
-    range from 0 to 65,535.
+    the extension of an image; an image at another depth of the tree is an error. Images are turned as their EXIF
+    orientation says.
 
     Args:
         root: Folder that holds ``train`` and ``val`` or ``test``.
         image_size: Height and width of an image as the network receives it, in pixels.
         in_channels: 3 for colour, 1 for grey. Images without colours need no more: scattering then has a third of the
             features, so that the noise is less.
+        window: The values in the files, of whatever depth, that are black and white, such as ``[0, 4095]`` for 12 bits;
+            of DICOM, the values after rescale slope and intercept. What lies between them gets 256 levels. A public
+            choice: take it from what is known of the modality. None is for files of 8 bits, and refuses others.
         flip: Mirror training images at random; set it to false if a mirrored image means something else.
         read_first: Decode every file first, and name all that cannot be read. Without it, such a file stops the run
             when it is drawn, and the run can resume only after the file is replaced: removing it would change the
@@ -88,6 +92,7 @@ class ImageFolder(ImageDataModule):
         *,
         image_size: int = 64,
         in_channels: Literal[1, 3] = 3,
+        window: Window | None = None,
         flip: bool = True,
         read_first: bool | None = None,
         group_folders: bool = False,
@@ -99,7 +104,7 @@ class ImageFolder(ImageDataModule):
         super().__init__(**kwargs)
         self.root = Path(root)
         self.image_size, self.in_channels = image_size, in_channels
-        self.flip, self.read_first = flip, read_first
+        self.window, self.flip, self.read_first = window, flip, read_first
         if (group_file is None) != (group_column is None) or (group_folders and group_file is not None):
             raise ConfigurationError(
                 f"{group_folders=}, {group_file=} and {group_column=} do not say which images belong to the same "
@@ -161,7 +166,7 @@ class ImageFolder(ImageDataModule):
         few = sum(map(len, files.values())) < READ_FIRST_BELOW
         if few if self.read_first is None else self.read_first:
             for split, paths in files.items():
-                require_readable(paths, str(self.split_folders[split]))
+                require_readable(paths, str(self.split_folders[split]), self.window)
 
     def read_split(self, split: Split) -> FileSource:
         return self._files[split]
@@ -195,7 +200,7 @@ class ImageFolder(ImageDataModule):
                 table = Path(self.group_file)
                 table = tables_beside(table).get(split, table)
                 persons = persons_of_files(paths, table, required=split == "train", **columns)
-            found[split] = FileSource(paths, labels, persons)
+            found[split] = FileSource(paths, labels, persons, self.window)
         return found
 
     def _labels(self, split: Split, names: Sequence[Any]) -> Tensor:

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.dataset import Transform, normalized
-from dp_lightning.datamodules.file_source import FileNames, luma, open_image
+from dp_lightning.datamodules.decoding import Window, luma, open_image
+from dp_lightning.datamodules.file_source import FileNames
 from dp_lightning.datamodules.listing import files_in, what_is_in
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
@@ -32,6 +33,7 @@ class ImageFiles(lightning.LightningDataModule):
         num_classes: Number of classes of the network.
         multi_label: Whether an image may have several labels.
         in_channels: 3 for colour, 1 for grey.
+        window: The values in the files that are black and white, as in training; None for files of 8 bits.
         mean: Mean of each channel in the normalisation that the network was trained with.
         std: Standard deviation of each channel, likewise.
         features: For a linear probe, the arguments of the ``FeatureNetwork`` that it was trained on, whose features
@@ -58,6 +60,7 @@ class ImageFiles(lightning.LightningDataModule):
         num_classes: int | None = None,
         multi_label: bool | None = None,
         in_channels: int | None = None,
+        window: Window | None = None,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
         features: dict[str, Any] | None = None,
@@ -74,6 +77,7 @@ class ImageFiles(lightning.LightningDataModule):
             )
         steps: list[Transform] = [v2.Resize(resized_to or image_size), v2.CenterCrop(image_size)]
         self._prepare = v2.Compose(steps if in_channels == 3 else [*steps, luma])
+        self._open = partial(open_image, window=window)
         self._normalize = partial(normalized, mean=mean, std=std)
         self._blank = torch.zeros(in_channels, image_size, image_size)
         self._network = None
@@ -98,7 +102,7 @@ class ImageFiles(lightning.LightningDataModule):
         self.problems = []
 
     def predict_dataloader(self) -> DataLoader:
-        read = partial(_read, prepare=self._prepare, normalize=self._normalize, blank=self._blank)
+        read = partial(_read, decode=self._open, prepare=self._prepare, normalize=self._normalize, blank=self._blank)
         return DataLoader(
             FileNames([str(path) for path in self.paths]),  # type: ignore[arg-type]
             batch_size=self.batch_size,
@@ -115,13 +119,13 @@ class ImageFiles(lightning.LightningDataModule):
 
 
 def _read(
-    paths: Sequence[str], *, prepare: Transform, normalize: Transform, blank: Tensor
+    paths: Sequence[str], *, decode: Transform, prepare: Transform, normalize: Transform, blank: Tensor
 ) -> tuple[Tensor, list[str | None]]:
     """Return images, float32 (n, C, H, W), and why each file cannot be read: ``blank`` takes the place of its image."""
     images, problems = [], list[str | None]()
     for path in paths:
         try:
-            images.append(normalize(prepare(open_image(path)).unsqueeze(0))[0])
+            images.append(normalize(prepare(decode(path)).unsqueeze(0))[0])
             problems.append(None)
         except ValueError as error:
             images.append(blank)

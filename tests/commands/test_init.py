@@ -1,6 +1,7 @@
 """`dpl init`: what it finds in a folder, what it refuses, and that the file it writes runs as it is."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 import timm
 import torch
 import yaml
+from depths import dicom, pillow, tiff
+from depths import tree as slices_in
 from PIL import Image
 
+from dp_lightning import datamodules
 from dp_lightning.cli import main
-from dp_lightning.commands.starting_configuration import Model, delta_for, start_of
+from dp_lightning.commands.starting_configuration import Model, delta_for, proposed_window, start_of
 from dp_lightning.datamodules import ImageFolder, NpzImages
 
 NOISE = np.random.default_rng(0)
@@ -180,6 +184,65 @@ def test_an_npz_file_has_its_own_size(capsys):
     shown = capsys.readouterr().out
     assert "evaluation images that are also in the training set: 4" in shown
     assert "shorter side: 28 pixels (median); grey" in shown
+
+
+@pytest.mark.parametrize(
+    ("suffix", "write", "window", "range_", "left"),
+    [
+        (".png", pillow, [896, 1088], r"9\d\d to 1,\d\d\d", 2),
+        (".tif", tiff, [896, 1088], r"9\d\d to 1,\d\d\d", 2),
+        (".dcm", dicom, [-128, 64], r"-1\d\d to \d\d", 2),
+        (".npz", None, [896, 1088], r"9\d\d to 1,\d\d\d", 2),
+    ],
+)
+def test_more_than_8_bits_are_told_with_their_range_and_get_a_window(capsys, suffix, write, window, range_, left):
+    if write is dicom:
+        pytest.importorskip("pydicom")
+    data = slices_in(Path("scans"), write or pillow, suffix if write else ".png", train=30, test=5)
+    if write is None:
+        data, arrays = Path("scans.npz"), {}
+        for split in ("train", "test"):
+            files = sorted(Path("scans", split).glob("*/*.png"))
+            arrays[f"{split}_images"] = np.stack([np.array(Image.open(file)) for file in files])
+            arrays[f"{split}_labels"] = np.array([int(file.parent.name == "lesion") for file in files])
+        np.savez(data, **arrays)
+    main(["init", str(data), "--from-scratch"])
+    shown = capsys.readouterr().out
+    told = rf"values: {range_}, of more than 8 bits\n  With 0 to 65,535 .* {left} of 256 levels are left, which are few"
+    assert re.search(told, shown)
+    assert "is a proposal: replace it by what is known of such images" in shown
+    assert written("scans.yaml")["data"]["init_args"]["window"] == window
+    text = Path("scans.yaml").read_text()
+    assert "follow from the lowest and the highest value of the images without noise. Replace them" in text
+    found = written("scans.yaml")["data"]
+    pixels = torch.stack(
+        [image for image, _ in getattr(datamodules, found["class_path"])(**found["init_args"]).train_dataset]
+    )
+    assert pixels.unique().numel() > 150
+    assert 0 < pixels.min() < 40 < 215 < pixels.max() <= 255
+
+
+def test_images_of_8_bits_among_others_are_counted(photos, capsys):
+    for name in NAMES:
+        pillow(photos / "train" / name / "deep.png", NOISE.integers(0, 60_000, (14, 12)).astype(np.uint16))
+    main(["init", "photos", "--from-scratch"])
+    shown = capsys.readouterr().out
+    assert "60 other images have 8 bits, and the window is applied to their values too" in shown
+    assert "are few" not in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "window"),
+    [
+        ((0, 4095), [0, 4096]),
+        ((0, 65_535), [0, 65_536]),
+        ((-1024, 3071), [-1024, 3072]),
+        ((0.0, 1.0), [0, 1]),
+        ((5, 5), [5, 5.0625]),
+    ],
+)
+def test_a_proposed_window_holds_all_values_and_is_round(values, window):
+    assert proposed_window(*values) == window
 
 
 def test_folders_inside_the_class_folders_are_persons():
