@@ -380,9 +380,9 @@ def test_a_run_trains_on_a_table_as_it_is_written():
             ["--label-column", "kind"],
             "has no column 'kind'; it has image, label",
         ),
-        (["0.dcm", "a/1.dcm"], None, [], "scans holds 2 x .dcm. The names of images end with"),
+        (["0.nii", "a/1.nii"], None, [], "scans holds 2 x .nii. The names of images end with"),
         (["cat/0.heic", "dog/1.heic"], None, [], "scans holds 2 x .heic"),
-        (["train/cat/0.dcm", "train/dog/1.dcm"], None, [], "scans/train holds 2 x .dcm"),
+        (["train/cat/0.nii", "train/dog/1.nii"], None, [], "scans/train holds 2 x .nii"),
     ],
 )
 def test_a_folder_without_labels_or_images_is_told_what_it_holds(capsys, files, text, options, message):

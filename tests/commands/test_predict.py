@@ -120,7 +120,7 @@ def test_files_that_cannot_be_read_are_left_out_and_listed(run, images, tmp_path
     (photos / "benign" / "0.png").write_bytes(b"")
     (photos / "malignant" / "3.png").write_text("<html>not found</html>")
     (photos / "of no kind" / "5.png").write_bytes((photos / "of no kind" / "5.png").read_bytes()[:-60])
-    others = [photos / name for name in ("phone.heic", "benign/scan.DCM", "notes")]
+    others = [photos / name for name in ("phone.heic", "benign/scan.NII", "notes")]
     for file in others:
         file.touch()
     settings = ["--data", "ImageFiles", "--data.root", str(photos), "--data.batch_size", "4"]
