@@ -248,8 +248,9 @@ def finetune(options: argparse.Namespace) -> Iterator[Row]:
             config["privacy"]["max_physical_batch_size"] = batch_size
         else:
             config["data"]["init_args"]["augment"] = True
-            trained = {"batch_norm": "frozen", "trained": ["blocks.6.*", "conv_head*"]}
-            config["model"] = {"class_path": "TimmModule", "init_args": {"name": BACKBONE, **trained, **network}}
+            config["privacy"]["batch_norm"] = "freeze"
+            trained = {"name": BACKBONE, "trained": ["blocks.6.*", "conv_head*"]}
+            config["model"] = {"class_path": "TimmModule", "init_args": {**trained, **network}}
         return config
 
     for way, epsilon in product(("probe", "last_block"), options.epsilons):

@@ -236,11 +236,13 @@ def by_loop(model: nn.Module, batch: Any, loss: Any, trained: dict[str, Tensor])
 
 def by_recording(model: nn.Module, batch: Any, loss: Any, trained: dict[str, Tensor]) -> dict[str, Tensor]:
     from dp_lightning.privacy.gradients.recording import Recording
+    from dp_lightning.privacy.gradients.refusals import explaining
 
     found: dict[str, Tensor] = {}
     recording = Recording(trained, EXAMPLES, lambda contribution: found.update(contribution.formed().gradients))
     examples = tree_map_only(Tensor, lambda x: x.unsqueeze(1), batch)
-    recording.backward(recording.run(lambda example: loss(model, example), examples))
+    with explaining():
+        recording.backward(recording.run(lambda example: loss(model, example), examples))
     return found
 
 

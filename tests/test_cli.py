@@ -21,6 +21,7 @@ from PIL import Image
 from dp_lightning import cli
 from dp_lightning.cli import main
 from dp_lightning.commands import training
+from dp_lightning.commands.fit_settings import Stopped
 from dp_lightning.datamodules import Digits
 from dp_lightning.privacy.accounting import compose
 
@@ -126,10 +127,21 @@ WRONG = {
         ["--privacy.num_train", "100"],
         r"privacy\.num_train is 100, but Digits has 1437 training examples\. Remove privacy\.num_train",
     ),
+    # Packages.
+    "wandb": (
+        ["--trainer.logger", "WandbLogger"],
+        r"^error: [\w.]+WandbLogger needs a package that .*wandb[^\n]*$",
+    ),
+    "mlflow": (["--trainer.logger=MLFlowLogger"], r"^error: [\w.]+MLFlowLogger needs a package that .*mlflow[^\n]*$"),
+    "comet": (["--trainer.logger+=CometLogger"], r"^error: [\w.]+CometLogger needs a package that .*comet[^\n]*$"),
     # Files.
     "folder": (
         ["--data", "ImageFolder", "--data.init_args.root", "/nowhere"],
         "/nowhere.*(does not exist|is missing); set data.init_args.root",
+    ),
+    "weights": (
+        ["--data=ImageFolder", "--data.root=/nowhere", "--model.init_args.weights=/nowhere.pth"],
+        "weights /nowhere.pth is not a file",
     ),
     "checkpoint": (["--ckpt_path", "nothere.ckpt"], "ckpt_path nothere.ckpt is not a file.*'last'"),
 }
@@ -158,6 +170,25 @@ def test_a_command_without_a_configuration_says_how_to_get_one(capsys):
     assert re.search("required: .*model.*`dpl configs` lists.*`dpl init FOLDER`", capsys.readouterr().err)
 
 
+OTHER = "pytorch_lightning"
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        ("--model", f"{OTHER}.LightningModule"),
+        ("--data", f"{OTHER}.LightningDataModule"),
+        ("--trainer.callbacks+", f"{OTHER}.callbacks.LearningRateMonitor"),
+        ("--trainer.logger", f"{OTHER}.loggers.CSVLogger"),
+    ],
+)
+def test_classes_of_the_other_package_of_lightning_are_named(setting, kind, capsys):
+    pytest.importorskip(OTHER)
+    with pytest.raises(SystemExit, match="2"):
+        main(["fit", "--config", DIGITS, setting, kind])
+    assert f"{kind.rpartition('.')[2]} is of the package pytorch_lightning" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["plan"], ["analyze", "snr"]])
 def test_commands_with_the_options_of_a_fit_find_misspelt_names_too(command, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -176,10 +207,6 @@ def test_what_the_first_step_refuses_ends_with_one_message_and_releases_nothing(
 
 
 def test_the_number_of_classes_reaches_the_model_whatever_is_set_for_it(tmp_path):
-    class Stopped(training.TrainingCLI):
-        def run_command(self, command):
-            pass
-
     read = training.command_line(
         ["fit", "digits", "--model.num_classes=7", f"--trainer.default_root_dir={tmp_path}"], Stopped
     )
@@ -289,7 +316,25 @@ def test_evaluation_without_a_checkpoint_says_so(tmp_path):
 def test_evaluation_never_guesses_a_checkpoint(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["test", "--config", DIGITS, "--ckpt_path", "last", "--trainer.default_root_dir", str(tmp_path)])
-    assert "ckpt_path last is not a file" in capsys.readouterr().err
+    assert f"ckpt_path is 'last', but there is no checkpoint of a run in {tmp_path}." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+@pytest.mark.parametrize("place", ["default_root_dir", "logger", "checkpoints"])
+def test_last_is_the_newest_checkpoint_for_an_evaluation_too(finished_run, checkpoint, tmp_path, place, command):
+    run = shutil.copytree(finished_run, tmp_path / "lightning_logs" / "version_3")
+    if place == "default_root_dir":
+        given = {"default_root_dir": str(tmp_path)}
+    elif place == "logger":
+        given = {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path)}}}
+    else:
+        kept = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(run / "checkpoints")}}
+        given = {"callbacks": [kept]}
+    config = f"--config={yaml.safe_dump({'trainer': {'default_root_dir': str(tmp_path / 'new'), **given}})}"
+    read = training.command_line(
+        [command, "--config", str(finished_run / "config.yaml"), config, "--ckpt_path=last"], Stopped
+    )
+    assert read.config_init[command].ckpt_path == str(run / "checkpoints" / checkpoint.name)
 
 
 def test_a_checkpoint_of_another_network_says_what_does_not_fit(checkpoint, tmp_path, capsys):

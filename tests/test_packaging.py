@@ -109,7 +109,7 @@ def test_the_image_installs_the_pinned_dependencies_and_copies_what_the_build_se
     shown = subprocess.run(
         [sys.executable, *shlex.split(command)[1:]], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    extras = [text for name in ("pld", "finetune", "export", "report") for text in EXTRAS[name]]
+    extras = [text for name in ("pld", "finetune", "dicom", "export", "report") for text in EXTRAS[name]]
     assert shown.splitlines() == [*PROJECT["dependencies"], *extras]
 
 

@@ -15,6 +15,7 @@ class DataRecord(pl.Callback):
     Attributes:
         class_names: names of the classes in the order of the outputs; None where the data does not name its classes.
         resized_to: the shorter side of an image in pixels before the middle is cut out; None where nothing is resized.
+        window: the values in the files that are black and white; None for files of 8 bits.
         features: settings of the network whose features take the place of images; None for images themselves.
     """
 
@@ -22,6 +23,7 @@ class DataRecord(pl.Callback):
         super().__init__()
         self.class_names: list[str] | None = None
         self.resized_to: int | None = None
+        self.window: tuple[float, float] | None = None
         self.features: dict[str, Any] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -29,10 +31,11 @@ class DataRecord(pl.Callback):
         names = getattr(data, "class_names", None)
         self.class_names = None if names is None else [str(name) for name in names]
         self.resized_to = getattr(data, "resized_to", None)
+        self.window = getattr(data, "window", None)
         self.features = getattr(data, "feature_settings", None)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"class_names": self.class_names, "resized_to": self.resized_to, "features": self.features}
+        return {name: getattr(self, name) for name in ("class_names", "resized_to", "window", "features")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["class_names"]

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Iterator, Sequence
 from io import TextIOWrapper
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ from dp_lightning.errors import ConfigurationError, DataError
 class PredictionFile(BasePredictionWriter):
     """``predictions.csv`` in ``trainer.default_root_dir``: position of an image, class, and probability of each class.
 
+    With several labels per image, ``labels`` takes the place of the class: the names or numbers of all labels with a
+    probability above 0.5, separated by semicolons.
+
     Where the data module knows the files of its images (``ImageFiles``), their paths come first; where the run knows
-    the names of its classes, the name of the found class follows its number. Files that could not be read have no row:
-    their paths are printed with the reasons. Predictions that exist are never overwritten.
+    the names of its classes, the name of the found class follows its number. Files that could not be read, or are not
+    images by their names, have no row: their paths are printed with the reasons. Predictions that exist are never
+    overwritten.
 
     Raises:
         ConfigurationError: before anything is predicted, if the file exists or cannot be written, or if several
@@ -63,12 +68,18 @@ class PredictionFile(BasePredictionWriter):
         skipped = [(str(file), why) for file, why in zip(files or [], problems, strict=False) if why is not None]
         if skipped and len(skipped) == number:
             raise DataError(f"None of the {number:,} files can be read:\n{listed(skipped)}")
+        skipped += [(file, "its name does not end as those of images do") for file in getattr(data, "skipped", ())]
         names = next((callback.class_names for callback in callbacks if isinstance(callback, DataRecord)), None)
-        found = probabilities.argmax(1).tolist()
         columns: dict[str, Sequence[Any]] = {} if files is None else {"file": files}
-        columns |= {"index": range(number), "class": found}
-        if names is not None and len(names) == count:
-            columns["class_name"] = [names[place] for place in found]
+        columns["index"] = range(number)
+        known = names if names is not None and len(names) == count else None
+        if getattr(pl_module, "multi_label", False):
+            labels = known or [str(place) for place in range(count)]
+            columns["labels"] = [";".join(compress(labels, row)) for row in (probabilities > 0.5).tolist()]
+        else:
+            columns["class"] = found = probabilities.argmax(1).tolist()
+            if known is not None:
+                columns["class_name"] = [known[place] for place in found]
 
         def rows() -> Iterator[list[Any]]:
             """The rows, made one at a time: as text, a thousand probabilities are twenty times as large."""
@@ -84,4 +95,4 @@ class PredictionFile(BasePredictionWriter):
             file.detach()  # writes the rest of the text, and leaves the file open
         trainer.print(f"Predictions are in {self._path}.")
         if skipped:
-            trainer.print(f"Files that could not be read have no prediction:\n{listed(skipped)}")
+            trainer.print(f"These files have no prediction:\n{listed(skipped)}")

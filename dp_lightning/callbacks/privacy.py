@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.models.batch_norm import change_batch_norm, warn_without_statistics
 from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.record import RunRecord
@@ -45,6 +46,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         self.history = RunHistory(RunRecord(unit=self.unit, reproducible=self.seed is not None))
         self._run: PrivateRun | None = None
         self._methods: StrategyMethods | None = None
+        self._batch_norm = "none"
 
     @property
     def private_run(self) -> PrivateRun:
@@ -97,6 +99,18 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
                 trainer, expected_batch_size=self.expected_batch_size, num_train=self.num_train_of
             )
             self._methods.install()
+        if self.batch_norm != "refuse":
+            # The module has all of its layers then; weights of a checkpoint, averages and the optimizer come later.
+            vars(pl_module)["configure_model"] = lambda: self._configure_model(pl_module)
+
+    def _configure_model(self, pl_module: pl.LightningModule) -> None:
+        del vars(pl_module)["configure_model"]
+        pl_module.configure_model()
+        self.change_batch_norm(pl_module)
+
+    def change_batch_norm(self, pl_module: pl.LightningModule) -> None:
+        """Do to the BatchNorm layers of a module what ``batch_norm`` says; a second call changes nothing."""
+        self._batch_norm = change_batch_norm(pl_module, self.batch_norm) or self._batch_norm
 
     def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
         fits, saved = trainer.state.fn == TrainerFn.FITTING, SavedRun.read(checkpoint)
@@ -110,7 +124,10 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         trainer.fit_loop.setup_data()
         if self._methods is None or self._methods.loader is None:
             raise ConfigurationError("trainer.limit_train_batches is 0: there is nothing to train.")
+        if self.batch_norm == "freeze":
+            warn_without_statistics(pl_module)
         self._run = PrivateRun(trainer, pl_module, self, self.history, self._methods.loader)
+        self._run.batch_norm = self._batch_norm
         self._methods.take_step, self._methods.release = self._run.take_step, self._run.release
         self._run.start()
 
@@ -146,6 +163,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
         self.private_run.close()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        vars(pl_module).pop("configure_model", None)
         if self._methods is not None:
             self._methods.remove()
 

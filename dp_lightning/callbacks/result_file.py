@@ -18,7 +18,8 @@ _RECORDED = ("test/accuracy", "val/accuracy")
 class ResultFile(pl.Callback):
     """Follows ``test/accuracy`` and ``val/accuracy`` over the evaluations and writes ``result.json`` at the end.
 
-    With `SignalToNoise`, the file also has the ratio in the first and the last epoch.
+    With `SignalToNoise`, the file also has the ratio in the first and the last epoch. With an `ImageClassifier`, it has
+    ``test_report``, the numbers of each class in the last evaluation of test images.
 
     ``completed`` is false if an interruption or an error has ended the run; a run ended by a setting such as
     ``trainer.max_time`` is complete.
@@ -31,6 +32,7 @@ class ResultFile(pl.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._evaluations: dict[int, dict[str, float]] = {}  # by the number of steps taken before each evaluation
+        self._report: dict[str, Any] = {}  # of the test images in the last evaluation
         self._started = self._seconds = 0.0
         self._folder: Path | None = None  # folder of a fit that has not ended
 
@@ -46,6 +48,7 @@ class ResultFile(pl.Callback):
         if found and not trainer.sanity_checking:
             privacy = privacy_of(trainer)
             self._evaluations[trainer.global_step if privacy is None else privacy.ledger.num_steps] = found
+            self._report = getattr(pl_module, "test_report", {})
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write(trainer, completed=True)
@@ -54,10 +57,11 @@ class ResultFile(pl.Callback):
         self._write(trainer, completed=False)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": self._evaluations, "seconds": self._elapsed()}
+        return {"evaluations": self._evaluations, "report": self._report, "seconds": self._elapsed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._evaluations, self._seconds = dict(state_dict["evaluations"]), state_dict["seconds"]
+        self._report = state_dict.get("report", {})
 
     def _elapsed(self) -> float:
         return self._seconds + (time.monotonic() - self._started if self._folder is not None else 0.0)
@@ -73,6 +77,7 @@ class ResultFile(pl.Callback):
             key = name.replace("/", "_")
             result |= {f"{key}_last": curve[-1] if curve else None, f"{key}_curve": curve}
         result["test_accuracy_best"] = max(result["test_accuracy_curve"], default=None)
+        result |= self._report
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         if snr := next((callback.curve for callback in callbacks if isinstance(callback, SignalToNoise)), []):
             result |= {"snr_first_epoch": snr[0], "snr_last_epoch": snr[-1]}
@@ -87,5 +92,6 @@ class ResultFile(pl.Callback):
                 "accountant": privacy.accountant,
                 "delta": privacy.delta,
             }
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in result.items())
         with replacing(folder / "result.json") as file:
-            file.write((json.dumps(result, indent=2) + "\n").encode())
+            file.write(f"{{\n{lines}\n}}\n".encode())

@@ -2,12 +2,13 @@
 
 With q = B/N, epsilon(sigma, q, T, delta) decreases in sigma and increases in T and B. Given three of epsilon, noise,
 steps and batch size, the command solves for the smallest noise multiplier, the largest number of steps or the largest
-expected batch size within epsilon, or for epsilon itself. E epochs are T = E max(1, round(N / B)) steps, as in a fit.
+expected batch size within epsilon, or for epsilon itself. E epochs are T = ceil(E max(1, round(N / B))) steps.
 """
 
 import argparse
 import json
 from bisect import bisect_left
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ def main(arguments: list[str]) -> None:
         return
     if None in (options.num_train, options.delta):
         raise ConfigurationError("Give --num-train and --delta, or folders of runs to add up.")
+    from dp_lightning.privacy.plan import BEYOND_PRV
+
     plan = _solve(options)
     epsilons = plan.epsilons()
     if options.json:
@@ -46,6 +49,8 @@ def main(arguments: list[str]) -> None:
     for name, value in epsilons.items():
         shown = "not installed (pip install 'dp-lightning[pld]')" if value is None else f"{value:.4f}"
         rows.append((f"epsilon, {name.upper()}", shown))
+    if plan.priced_by_renyi:
+        rows.append(("note", BEYOND_PRV.format("--accountant pld")))
     print("\n".join(f"{name:<18}{value}" for name, value in rows))
 
 
@@ -62,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--noise-multiplier", "--noise_multiplier", type=float, help="noise standard deviation over sensitivity")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", "--num-steps", "--num_steps", type=int, help="logical optimizer steps")
-    length.add_argument("--epochs", type=int, help="steps as epochs, of round(num_train / batch_size) each")
+    length.add_argument("--epochs", type=Fraction, help="steps as epochs, of round(num_train / batch_size) each")
     sizes = ("--batch-size", "--batch_size", "--expected-batch-size", "--expected_batch_size")
     add(*sizes, type=int, help="expected batch size over all devices, in the unit of --num-train")
     counted = "number of training examples, or of persons (unit_of_privacy: group)"

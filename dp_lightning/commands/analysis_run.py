@@ -91,6 +91,7 @@ class AnalysisRun:
         if self.settings["noise_multiplier"] == 0:
             raise ConfigurationError("privacy.noise_multiplier is 0: there is no noise to compare the signal with.")
         if checkpoint is not None:
+            cli.privacy.change_batch_norm(self.module)
             self.module.load_state_dict(PrivateCheckpointIO().load_checkpoint(checkpoint)["state_dict"])
 
     @property

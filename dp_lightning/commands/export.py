@@ -18,6 +18,7 @@ from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.verify import verify
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.lightning_modules import ImageClassifier, TimmModule
+from dp_lightning.models.batch_norm import change_batch_norm
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.models.pretrained import without_weights
 from dp_lightning.models.trained import merge_low_rank
@@ -31,6 +32,11 @@ from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FORMATS = ("safetensors", "onnx")
 # ITU-R 601, as `ImageFiles` computes it.
+_WINDOWED = (
+    "(value - window[0]) / (window[1] - window[0]) * 255 of each value in the file, rounded to the nearest integer and "
+    "halves to the even one, clipped to 0 to 255; values of DICOM after rescale slope and intercept, and where low "
+    "values are white (MONOCHROME1, WhiteIsZero), 255 - pixel"
+)
 _GREY = "grey: (299 R + 587 G + 114 B + 500) // 1000 of the resized and cropped RGB image"
 
 
@@ -69,13 +75,14 @@ def main(arguments: list[str]) -> None:
             f"{checkpoint} and the journal beside it do not belong together, so it is not exported: "
             f"{'; '.join(wrong)}. Use the checkpoint as the run left it, with the journal of its folder."
         )
-    module = _module(saved["state_dict"], model, options.module_class)
+    module = _module(saved["state_dict"], model, options.module_class, batch_norm=run.settings.get("batch_norm"))
     tensors = _tensors(module)
     statement = replace(run.statement, weights=digest_of(tensors))
     facts: dict[str, Any] = {
         "class_path": model.class_path,
         "settings": dict(model.settings),
-        **{name: model.data.get(name) for name in ("features", "resized_to", "class_names")},
+        **{name: model.data.get(name) for name in ("features", "resized_to", "window", "class_names")},
+        "batch_norm": run.settings.get("batch_norm"),
         "checkpoint": run.statement.weights,
     }
     journal = journal_name(statement.run)
@@ -98,7 +105,9 @@ def main(arguments: list[str]) -> None:
         print(f"The exported network is {statement.release}", file=sys.stderr)
 
 
-def _module(weights: dict[str, Tensor], saved: SavedModel, module_class: str | None) -> pl.LightningModule:
+def _module(
+    weights: dict[str, Tensor], saved: SavedModel, module_class: str | None, *, batch_norm: str | None
+) -> pl.LightningModule:
     """The module of the checkpoint, as it was trained, with low-rank additions merged into the weights."""
     kind = saved.module_class(trusted=module_class)
     if kind is None:
@@ -108,6 +117,7 @@ def _module(weights: dict[str, Tensor], saved: SavedModel, module_class: str | N
         )
     with without_weights():
         module: pl.LightningModule = kind(**saved.arguments_of(kind))
+    change_batch_norm(module, batch_norm)
     module.load_state_dict(weights)
     if isinstance(module, TimmModule):
         merge_low_rank(module.model)
@@ -128,7 +138,7 @@ def _onnx_of(
     images: Mapping[str, Any]
     if (features := model.data.get("features")) is None:
         whole: nn.Module = module
-        images = {"resized_to": model.data.get("resized_to"), **model.settings}
+        images = {"resized_to": model.data.get("resized_to"), "window": model.data.get("window"), **model.settings}
     else:
         weights, images = options.feature_weights, {**features["network"], **features}
         before = FeatureNetwork.again(features["network"], weights=weights, setting="--feature-weights")
@@ -152,6 +162,8 @@ def _onnx_of(
         dynamic_shapes=({0: torch.export.Dim("n")},),
     )
     meaning = "logits: softmax over the last axis gives the probabilities of the classes"
+    if getattr(module, "multi_label", False):
+        meaning = "logits: the sigmoid of each is the probability that the image has this label"
     contract = {
         "input": {"name": "images", "dtype": "float32", "shape": ["n", *shape], **_preparation(shape, images)},
         "output": {
@@ -171,15 +183,20 @@ def _preparation(shape: tuple[int, ...], images: Mapping[str, Any]) -> dict[str,
     Args:
         shape: (C, H, W) of an input, or (D,) of a vector of features, which is not prepared.
         images: ``mean`` and ``std`` of the data's normalisation, one number for each channel or one for all, which may
-            be missing; ``resized_to``, the length of the shorter side in pixels before the centre crop.
+            be missing; ``resized_to``, the length of the shorter side in pixels before the centre crop; ``window``,
+            the values that are black and white.
     """
     if len(shape) == 1:
         return {"layout": "NC"}
     channels, height, width = shape
     given = {name: images.get(name) for name in ("mean", "std")}
     each = {name: v if v is None else list(v) * (channels if len(v) == 1 else 1) for name, v in given.items()}
+    window = images.get("window")
     return {
         "layout": "NCHW",
+        "exif_orientation": "applied first: the image is turned as a viewer shows it",
+        "window": window,
+        "pixel": "8 bits of the file" if window is None else _WINDOWED,
         "channels": {1: _GREY, 3: "RGB"}.get(channels, "as in the training data"),
         "resize": {
             "shorter_side": images.get("resized_to") or height,
@@ -188,7 +205,6 @@ def _preparation(shape: tuple[int, ...], images: Mapping[str, Any]) -> dict[str,
         },
         "center_crop": [height, width],
         "crop_from": "left and top: (side - crop) / 2, rounded to the nearest integer and halves to the even one",
-        "exif_orientation": "ignored",
         "transparency": "ignored",
         "range": [0.0, 1.0],
         "scale_to_range": "pixel / 255",

@@ -12,6 +12,8 @@ from dp_lightning.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from dp_lightning.datamodules.survey import Look, Survey
 
+# Levels of a pixel, the number below which they are said to be few, and the highest value of 16 bits.
+_LEVELS, _FEW_LEVELS, _FULL_RANGE = 256, 64, 65_535
 # Classes that have a line each; images, or pairs of equal ones, that are named.
 _SHOWN, _NAMED = 20, 3
 
@@ -29,17 +31,22 @@ def main(arguments: list[str]) -> None:
         raise ConfigurationError(f"{out} exists. Give another file with --out, or remove it.")
     require_writable(out.parent, "--out")
     # These import torch.
-    from dp_lightning.commands.starting_configuration import BACKBONE, FEW_IMAGES, Model, configuration
-    from dp_lightning.datamodules import ImageFolder, NpzImages
+    from dp_lightning.commands.starting_configuration import BACKBONE, FEW_IMAGES, Model, configuration, proposed_window
+    from dp_lightning.datamodules import ImageFolder, ImageTable, NpzImages
     from dp_lightning.datamodules.survey import Survey
+    from dp_lightning.models.pretrained import require_weights
 
-    class_path, settings = _data(options)
-    survey = Survey.of(ImageFolder(**settings) if class_path == "ImageFolder" else NpzImages(**settings))
+    require_weights(options.weights)
+    class_path, settings = _data(options, arguments[1:])
+    kinds = {kind.__name__: kind for kind in (ImageFolder, ImageTable, NpzImages)}
+    survey = Survey.of(kinds[class_path](**settings))
     if len(survey.class_names) < 2:
         raise DataError(
-            f"{options.data} has images of one class, {survey.class_names[0]}; a classifier tells at least 2 classes "
-            "apart."
+            f"{options.data} has images of one class, {', '.join(survey.class_names)}; a classifier tells at least "
+            "2 classes apart."
         )
+    if survey.values is not None:
+        settings["window"] = proposed_window(*survey.values)
     few = len(survey.readable) < FEW_IMAGES
     if options.from_scratch or not (few or options.backbone or options.weights):
         model = Model.from_scratch(len(survey.readable))
@@ -50,6 +57,10 @@ def main(arguments: list[str]) -> None:
     with replacing(out) as file:
         file.write(text.encode())
     trained = "a network from scratch" if model.backbone is None else f"one layer on features of {model.backbone}"
+    if class_path == "ImageTable":
+        columns = {name: value for name, value in settings.items() if name != "root"}
+        print("\n".join(f"{name}: {value}" for name, value in columns.items()))
+        print("If this is wrong, give --label-file, --label-column, --image-column and --person-column.\n")
     print("\n".join([*_found(survey), "", f"Wrote {out}: {trained}.", *(f"  {each}" for each in warnings)]))
     print(
         f"\nNext: read the file, then train: dpl fit --config {name}\n"
@@ -72,13 +83,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--weights", metavar="FILE", help="its weights (default: the first run downloads those of timm)")
     persons = "a .csv file that says which person each image belongs to"
     add("--group-file", "--group_file", type=Path, metavar="FILE", help=persons)
-    add("--group-column", "--group_column", metavar="NAME", help="its column with the person ids")
-    add("--file-column", "--file_column", metavar="NAME", default="file", help="its column with the images (file)")
+    person = "the column with the person ids, of this table or of the table of labels"
+    add("--person-column", "--group-column", "--group_column", dest="group_column", metavar="NAME", help=person)
+    labels = "a .csv file that says what each image shows (default: one in or beside DATA, if folders do not say it)"
+    add("--label-file", "--label_file", type=Path, metavar="FILE", help=labels)
+    label = "its column with the classes, or several columns of 0 and 1"
+    add("--label-column", "--label_column", nargs="+", metavar="NAME", help=label)
+    add("--image-column", "--image_column", metavar="NAME", help="the column of a table with the images")
     return parser
 
 
-def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The data module and those of its settings that say where the images are and whose they are."""
+def _data(options: argparse.Namespace, given: list[str]) -> tuple[str, dict[str, Any]]:
+    """The data module and those of its settings that say where the images are, what they show and whose they are."""
+    from dp_lightning.commands.table_of_labels import settings_of_table
+    from dp_lightning.datamodules.listing import SPLIT_NAMES, files_in, what_is_in
+
     root, table = options.data, options.group_file
     if not root.exists():
         raise DataError(f"{root} does not exist; give a folder of images, or an .npz file.")
@@ -87,19 +106,32 @@ def _data(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     if not root.is_dir():
         raise DataError(f"{root} is neither a folder nor an .npz file.")
     settings: dict[str, Any] = {"root": str(root)}
-    if not (root / "train").is_dir():
-        new = shlex.quote(f"{root.resolve().name}_run")
-        raise DataError(
-            f"{root}/train is missing. Put the images into {root}/train/<class>/, and those for the test into "
-            f"{root}/test/<class>/. If {root} has the folders of the classes, a link leaves them where they are:\n"
-            f"  mkdir {new} && ln -s {shlex.quote(str(root.resolve()))} {new}/train && dpl init {new}"
-        )
+    if table is not None and options.group_column is None:
+        raise ConfigurationError(f"--group-file {table}: name its column with the person ids by --person-column.")
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir() and path.name[0] != "."]
+    train = next((path for path in folders if path.name.lower() in SPLIT_NAMES["train"]), None)
+    classes = [path for path in (train or root).iterdir() if path.is_dir() and files_in(path)[0]]
+    required = len(classes) < 2 or options.label_file is not None
+    if (train is None or required) and (labels := settings_of_table(root, options, required=required)):
+        return "ImageTable", {**settings, **labels, **({} if table is None else {"group_file": str(table)})}
+    if train is None:
+        told = f"{root}/train is missing. Put the images into {root}/train/<class>/, and those for the test into"
+        told = f"{told} {root}/test/<class>/"
+        if len(classes) < 2:
+            found = "" if files_in(root)[0] else f" {what_is_in(root)}"
+            raise DataError(f"{told}, or give a table of their labels by --label-file.{found}")
+        new = f"{root.resolve().name}_run"
+        again = shlex.join(["dpl", "init", *(new if Path(each) == root else each for each in given)])
+        if not (Path(new) / "train").exists():
+            quoted = shlex.quote(new)
+            again = f"mkdir {quoted} && ln -s {shlex.quote(str(root.resolve()))} {quoted}/train && {again}"
+        raise DataError(f"{told}. If {root} has the folders of the classes, a link leaves them there:\n  {again}")
     if table is not None:
-        if options.group_column is None:
-            raise ConfigurationError(f"--group-file {table}: name its column with the person ids by --group-column.")
-        columns = {"group_column": options.group_column, "file_column": options.file_column}
+        columns = {"group_column": options.group_column, "image_column": options.image_column or "file"}
         settings |= {"group_file": str(table), **columns}
-    elif _has_folders_of_persons(root / "train"):
+    elif options.group_column is not None:
+        raise ConfigurationError(f"--person-column {options.group_column}: name its table by --group-file.")
+    elif _has_folders_of_persons(train):
         settings["group_folders"] = True
     return "ImageFolder", settings
 
@@ -114,14 +146,16 @@ def _has_folders_of_persons(train: Path) -> bool:
 def _found(survey: "Survey") -> Iterator[str]:
     """What is in the data."""
     counts = {split: survey.counts(split) for split in survey.splits}
-    rows: list[tuple[Any, ...]] = [("class", *survey.splits)]
-    rows += [(name, *each) for name, *each in zip(survey.class_names, *counts.values(), strict=True)][:_SHOWN]
+    *classes, total = zip([*survey.class_names, "all"], *counts.values(), strict=True)
+    rows: list[tuple[Any, ...]] = [("class", *survey.splits), *classes[:_SHOWN]]
     if len(survey.class_names) > _SHOWN:
-        rows.append((f"smallest of all {len(survey.class_names)}", *map(min, counts.values())))
-    rows.append(("all", *map(sum, counts.values())))
+        rows.append((f"smallest of all {len(survey.class_names)}", *(min(each[:-1]) for each in counts.values())))
+    rows.append(total)
     width = max(len(name) for name, *_ in rows)
     yield from (f"{name:{width}}" + "".join(f"{each:>10}" for each in others) for name, *others in rows)
     yield f"\nshorter side: {survey.median_side} pixels (median); {'grey' if survey.is_grey else 'in colour'}"
+    if survey.values is not None:
+        yield from _depth(survey, *survey.values)
     if (persons := survey.images_of_persons) is not None:
         yield f"persons: {len(persons):,}, with up to {max(persons.values())} images each"
         yield "  Each folder inside a class folder, or each id of the table, is a person. If it is none, move the"
@@ -129,9 +163,10 @@ def _found(survey: "Survey") -> Iterator[str]:
     first: dict[bytes, Look] = {}
     pairs = [(first.setdefault(look.digest, look), look) for look in survey.readable]
     # Pairs in different classes come before others.
-    pairs = sorted((pair for pair in pairs if pair[0] is not pair[1]), key=lambda pair: pair[0].label == pair[1].label)
+    pairs = [pair for pair in pairs if pair[0] is not pair[1]]
+    pairs.sort(key=lambda pair: pair[0].labels == pair[1].labels)
     if pairs:
-        differ = sum(one.label != other.label for one, other in pairs)
+        differ = sum(one.labels != other.labels for one, other in pairs)
         yield f"repeats in the training set: {len(pairs):,}, {differ:,} of them in another class; each is an example"
         yield from (f"  {one.path} = {other.path}" for one, other in pairs[:_NAMED] if one.path)
     if shared := [look for look in survey.looks if look.split != "train" and look.digest in first]:
@@ -140,3 +175,14 @@ def _found(survey: "Survey") -> Iterator[str]:
     if bad := [look for look in survey.looks if look.problem is not None]:
         yield f"files that cannot be read, to be replaced or removed: {len(bad):,}"
         yield from (f"  {look.path}: {look.problem}" for look in bad)
+
+
+def _depth(survey: "Survey", low: float, high: float) -> Iterator[str]:
+    """What is lost of values of more than 8 bits, and what the proposed window is worth."""
+    left = min(_LEVELS, round((high - low) * (_LEVELS - 1) / _FULL_RANGE) + 1)
+    yield f"values: {low:,g} to {high:,g}, of more than 8 bits"
+    few = ", which are few" if left < _FEW_LEVELS else ""
+    yield f"  With 0 to {_FULL_RANGE:,} as black and white, {left} of {_LEVELS} levels are left{few}."
+    yield "  The window in the file spans these values and is a proposal: replace it by what is known of such images."
+    if shallow := sum(look.values is None for look in survey.readable):
+        yield f"  {shallow:,} other images have 8 bits, and the window is applied to their values too: convert them."

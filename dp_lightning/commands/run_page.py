@@ -17,6 +17,7 @@ from dp_lightning.privacy.statement import STATEMENT_FILE, PrivacyStatement
 
 # Curves of validation and test images. Numbers of any other tag may come from training examples: they are left out.
 _EVALUATIONS = ("val/", "test/")
+_OUTSIDE = "No noise protects those: these numbers are outside the guarantee."
 Curve = dict[int, float]
 """Numbers that were logged under one tag, by step."""
 
@@ -45,6 +46,8 @@ def run_page(folder: Path) -> tuple[Document, str]:
 
     page = Document(f"Run {folder.resolve().name}", folder)
     reached = "No test accuracy" if accuracy is None else f"{100 * accuracy:.1f} % test accuracy"
+    if (auroc := result.get("test_auroc")) is not None:
+        reached += f", mean AUROC {auroc:.3f}"
     paid = "infinite: NOT PRIVATE" if epsilon == "inf" else f"{shown_epsilon(epsilon)} at delta {facts['delta']:g}"
     released = "Fit for release" if verdict == "ok" else f"NOT FIT for release: {verdict}"
     headline = f"{reached}, epsilon {paid}. {released}."
@@ -62,6 +65,8 @@ def run_page(folder: Path) -> tuple[Document, str]:
     page.heading("Accuracy and loss")
     curves = {tag: curve for tag, curve in curves_in(folder).items() if tag.startswith(_EVALUATIONS)}
     _evaluations(page, {tag: curve for tag, curve in curves.items() if tag not in statement.unprotected})
+    if result.get("test_by_class"):
+        _by_class(page, result)
     page.heading("Signal and noise of the gradient")
     _snr(page, facts_in(folder / "snr.json"))
     if (statement_text := (folder / STATEMENT_FILE).with_suffix(".md")).is_file():
@@ -92,7 +97,7 @@ def _evaluations(page: Document, curves: Mapping[str, Curve]) -> None:
     if not curves:
         page.say("Nothing was evaluated during the run, or nothing was logged for TensorBoard.")
         return
-    page.say("On validation and test images. No noise protects those: these numbers are outside the guarantee.")
+    page.say(f"On validation and test images. {_OUTSIDE}")
     names = sorted({tag.rpartition("/")[2] for tag in curves}, key=lambda name: (name != "accuracy", name))
     with figure(page, "evaluations", "Evaluations by steps taken", panels=len(names)) as axes:
         for ax, name in zip(axes, names, strict=True):
@@ -100,6 +105,27 @@ def _evaluations(page: Document, curves: Mapping[str, Curve]) -> None:
                 if tag.rpartition("/")[2] == name:
                     ax.plot(*zip(*sorted(curve.items()), strict=True), label=tag, **style(number))
             ax.set(xlabel="steps", ylabel=name)
+
+
+def _by_class(page: Document, result: Mapping[str, Any]) -> None:
+    rows = [list(row.values()) for row in result["test_by_class"]]
+    names = [str(row[0]) for row in rows]
+    page.heading("Test images by class")
+    page.say(f"From the last evaluation of the test images. {_OUTSIDE} A dash: these images do not define the number.")
+    page.table([list(result["test_by_class"][0]), *([_shown(value) for value in row] for row in rows)])
+    page.say(
+        f"Means over classes: AUROC {_shown(result['test_auroc'])}, average precision "
+        f"{_shown(result['test_average_precision'])}. Expected calibration error, the mean distance between the "
+        f"probability of an answer and the share of such answers that are right: "
+        f"{_shown(result['test_calibration_error'])}."
+    )
+    if table := result.get("test_confusion"):
+        page.say("Images by true class (rows) and predicted class (columns):")
+        page.table([["", *names], *([name, *map(str, row)] for name, row in zip(names, table, strict=True))])
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _snr(page: Document, snr: Mapping[str, Any]) -> None:

@@ -36,6 +36,12 @@ _HOPELESS = 10.0
 _VAL_FRACTION = 0.1
 
 
+# Above the data, where its values have more than 8 bits.
+_WINDOW = """\
+# window: the values that are black and white; those between them get 256 levels, and others are clipped. These two
+# follow from the lowest and the highest value of the images without noise. Replace them by what is known of such
+# images, as [0, 4095] for 12 bits, or [-160, 240] Hounsfield units for soft tissue.
+"""
 _CACHED = "# The network runs once over each image; its cache is as private as the images.\n"
 
 
@@ -154,6 +160,13 @@ def delta_for(num_train: int) -> float:
     return float(f"1e-{exponent}")
 
 
+def proposed_window(low: float, high: float) -> list[float]:
+    """A window around these values, whose ends are multiples of a power of two of about a tenth of their range."""
+    step = 2.0 ** (math.frexp(high - low)[1] - 4)
+    first = math.floor(low / step)
+    return [first * step, max(math.ceil(high / step), first + 1) * step]
+
+
 def configuration(
     survey: Survey,
     data: tuple[str, Mapping[str, Any]],
@@ -180,7 +193,7 @@ def configuration(
     if held_out:
         settings["val_fraction"] = _VAL_FRACTION
     size, channels = survey.median_side, survey.readable[0].channels
-    if class_path == "ImageFolder":
+    if class_path != "NpzImages":
         side, most = survey.median_side, _FEATURE_SIDE if model.is_pretrained else _SCRATCH_SIDE
         if not model.is_pretrained:  # which resizes images itself
             side = side // 4 * 4
@@ -219,7 +232,7 @@ seed_everything: 42
 
 # {d:,} parameters are trained.
 {_yaml(model=trained)}
-{model.comment}{_yaml(data=images)}
+{model.comment}{_WINDOW if "window" in settings else ""}{_yaml(data=images)}
 # The noise is solved for target_epsilon: sigma {plan.noise_multiplier:.2f}.
 # By default delta is the largest power of ten with N delta <= {MOST_PUBLISHED:g}.
 # B is a quarter of N, in {unit}; the run takes {plan.num_steps:,} steps.
@@ -237,6 +250,10 @@ trainer:
   log_every_n_steps: 10
 """
     warnings = []
+    if held_out:
+        warnings.append(
+            f"No images for validation or test were found: {held_out:,} of the {units:,} training {unit} are held out."
+        )
     if (published := plan.num_train * plan.delta) > MOST_PUBLISHED * (1 + 1e-9):
         warnings.append(
             f"N delta is {published:.2g}: the guarantee allows a method that publishes so many {unit} whole. Choose a "

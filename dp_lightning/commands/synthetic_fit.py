@@ -101,7 +101,11 @@ def fit_on_synthetic_images(
             sums = {name: g.detach().cpu() * examples for name, g in gradients.items() if g is not None}
             releases(next(numbers), sums)
 
-        callbacks.insert(place, LambdaCallback(on_before_optimizer_step=look))  # sees the privatized gradient
+        def begin(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            cli.privacy.private_run.counted = None  # a loss of zero tests the noise
+
+        # It sees the privatized gradient.
+        callbacks.insert(place, LambdaCallback(on_train_start=begin, on_before_optimizer_step=look))
         try:
             with quiet():
                 cli.trainer.fit(module, datamodule=data)
@@ -126,6 +130,8 @@ def _replace_data(module: pl.LightningModule, data: Any, columns: Columns, examp
         else:
             images = torch.randn(shape, generator=generator)
         labels = torch.randint(data.num_classes, (examples,), generator=generator)
+        if getattr(data, "multi_label", False):
+            labels = torch.randint(2, (examples, data.num_classes), generator=generator).float()
         parts: tuple[Any, ...] = TensorDataset(images, labels), *drawn
         return DataLoader(StackDataset(*parts))
 

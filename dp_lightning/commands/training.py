@@ -1,6 +1,8 @@
 """``dpl fit | validate | test | predict``: LightningCLI with ``privacy``, ``postprocess`` and ``averaging``."""
 
+import inspect
 import os
+import pydoc
 import re
 import shlex
 import sys
@@ -44,9 +46,11 @@ from dp_lightning.lightning_internals import CommandLine, flags_of
 from dp_lightning.lightning_modules import schedules
 from dp_lightning.lightning_modules.classifiers import OWN_NETWORKS
 from dp_lightning.lightning_modules.schedules import WarmupCosine
-from dp_lightning.private_run.resume import latest_checkpoint
+from dp_lightning.models.pretrained import require_weights
+from dp_lightning.private_run.resume import SavedRun, latest_checkpoint, newest_checkpoint
 from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.private_run.settings import PrivacySettings
+from dp_lightning.private_run.trainer_checks import OF_THE_OTHER_PACKAGE, is_of_the_other_package
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 from dp_lightning.strategies.private import NAME as PRIVATE_STRATEGY
 
@@ -63,6 +67,8 @@ _MODULES = (
 )
 # How the parser quotes a name that it does not know.
 _UNKNOWN = re.compile(r"(?:unrecognized arguments: --?|accept option '|Option '|import path string: )([\w.]+)")
+# How the parser quotes a class whose package is missing.
+_MISSING = re.compile(r"class_path '([\w.]+)':\s+((?:Requirement|No module named) .*)")
 # Groups of which nothing is set where all lines below them are comments.
 _MAY_BE_EMPTY = {"init_args", "dict_kwargs", "trainer", "privacy", "postprocess", "averaging"}
 
@@ -103,6 +109,13 @@ def _hint(message: str, flags: set[str]) -> str:
     if (found := _UNKNOWN.search(message)) and "Did you mean" not in message:
         names = {name for module in _MODULES for name in getattr(module, "__all__", dir(module))}
         return did_you_mean(found[1], {*flags, *(name for name in names if name[0].isupper())})
+    if found := re.search(r"correspond to a subclass of .*Given value: ([\w.]+)", message, re.DOTALL):
+        kind = pydoc.locate(found[1])
+        return (
+            f" {kind.__name__} {OF_THE_OTHER_PACKAGE}"
+            if inspect.isclass(kind) and is_of_the_other_package(kind)
+            else ""
+        )
     if "arguments are required" in message:
         return " `dpl configs` lists configurations, and `dpl init FOLDER` writes one for your images."
     return ""
@@ -132,6 +145,9 @@ class TrainingCLI(CommandLine):
         # Properties of the data, which nobody has to repeat for the model.
         for name in ("num_classes", "in_channels", "image_size", "mean", "std"):
             parser.link_arguments(f"data.{name}", f"model.init_args.{name}", apply_on="instantiate")
+        # A data module of the user's own need not have this one.
+        several = "model.init_args.multi_label"
+        parser.link_arguments("data", several, lambda data: getattr(data, "multi_label", False), apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)
@@ -143,6 +159,8 @@ class TrainingCLI(CommandLine):
     def read_checkpoint_settings(self) -> None:
         """Take the module's settings from the checkpoint, as Lightning does, but only settings that the module has."""
         command, path = self.config.get("subcommand"), self.setting(self.config, "ckpt_path")
+        if path == "last" and command != "fit":
+            path = self.config[command].ckpt_path = self._last_checkpoint()
         if command is None or path is None or not Path(path).is_file():
             return
         weights_only = self.setting(self.config, "weights_only")
@@ -169,7 +187,26 @@ class TrainingCLI(CommandLine):
         if kind in OWN_NETWORKS:  # the file may be gone, and the checkpoint has the weights
             arguments.pop("weights", None)
         model = {"class_path": saved.class_path, "dict_kwargs": arguments}
-        self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+        run = SavedRun.read(checkpoint)
+        kept = {} if run is None else {"privacy": {"batch_norm": run.settings.get("batch_norm", "refuse")}}
+        self.config = self.parser.parse_object({command: {"model": model, **kept}}, self.config)
+
+    def _last_checkpoint(self) -> str:
+        """The newest checkpoint where the runs of this configuration leave theirs; no trainer exists yet."""
+        trainer = self.setting(self.config, "trainer")
+        given = [trainer.get(name) for name in ("logger", "callbacks")]
+        parts = [part for value in given for part in (value if isinstance(value, list) else [value])]
+        settings = [part.get("init_args", {}) for part in parts if isinstance(part, Namespace)]
+        places = [each.get(name) for each in settings for name in ("save_dir", "dirpath")]
+        roots = [Path(place) for place in (trainer.get("default_root_dir") or ".", *places) if place]
+        depths = "checkpoints", "*/checkpoints", "*/*/checkpoints"
+        found = [folder for root in roots for depth in depths for folder in root.glob(depth)]
+        if (path := newest_checkpoint([*roots, *found], self.setting(self.config, "weights_only"))) is None:
+            raise ConfigurationError(
+                f"ckpt_path is 'last', but there is no checkpoint of a run in {', '.join(map(str, roots))}. Give the "
+                "path of one, or the run's trainer.default_root_dir."
+            )
+        return path
 
     def before_instantiate_classes(self) -> None:
         """Refuse a checkpoint that does not exist, and warn of an evaluation without one."""
@@ -180,11 +217,15 @@ class TrainingCLI(CommandLine):
             )
         resumes = self.subcommand == "fit" and path == "last"
         if path is not None and not resumes and not Path(path).is_file():
-            known = " (or 'last', for that of the previous run)" if self.subcommand == "fit" else ""
-            raise ConfigurationError(f"ckpt_path {path} is not a file; give the path of a checkpoint{known}.")
+            raise ConfigurationError(
+                f"ckpt_path {path} is not a file; give the path of a checkpoint, or 'last' for the newest one."
+            )
 
     def instantiate_classes(self) -> None:
         with _refusals():
+            for group in (self.setting(self.config, "model"), self.setting(self.config, "data")):
+                if group is not None and group.class_path.startswith("dp_lightning."):
+                    require_weights(group.get("init_args.weights"))  # before data modules read their files
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
@@ -297,6 +338,8 @@ def _refusals() -> Iterator[None]:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, DpLightningError):
             cause = cause.__cause__  # the parser wraps what a class within raises
+        if missing := _MISSING.search(str(error)):
+            raise ConfigurationError(f"{missing[1]} needs a package that is not installed: {missing[2]}") from error
         if cause is not None:
             raise cause from None
         place = traceback.extract_tb(error.__traceback__)[-1]

@@ -5,6 +5,7 @@ from dp_lightning.datamodules.digits import Digits
 from dp_lightning.datamodules.features import CachedFeatures
 from dp_lightning.datamodules.folder import ImageFolder, ImageNet, TinyImageNet
 from dp_lightning.datamodules.image_files import ImageFiles
+from dp_lightning.datamodules.image_table import ImageTable
 from dp_lightning.datamodules.npz import NpzImages
 from dp_lightning.datamodules.torchvision_sets import CIFAR10, CIFAR100, SVHN
 
@@ -18,6 +19,7 @@ __all__ = [
     "ImageFiles",
     "ImageFolder",
     "ImageNet",
+    "ImageTable",
     "NpzImages",
     "TinyImageNet",
 ]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from dp_lightning.datamodules.augmentation import CropAndFlip, Edges
 from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform, normalized
+from dp_lightning.datamodules.decoding import Window
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group
 
@@ -53,6 +54,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     crop_padding = 4
     #: Whether a mirrored image still shows its class.
     flip = True
+    #: The values that are black and white in the files, a public choice; None for files of 8 bits.
+    window: Window | None = None
 
     def __init__(
         self,
@@ -77,7 +80,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     @property
     @abstractmethod
     def num_classes(self) -> int:
-        """Number of classes; labels are 0 to ``num_classes - 1``."""
+        """Number of classes, with labels 0 to ``num_classes - 1``, or of the labels that an image may have."""
 
     @property
     @abstractmethod
@@ -98,6 +101,16 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     def class_names(self) -> list[str] | None:
         """Names of the classes in the order of their labels; None if they have no names."""
         return None
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may have several labels: then labels are float32 (N, ``num_classes``) of 0 and 1."""
+        return False
+
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the classes, or of the labels that an image may have, in order; numbers if they have no names."""
+        return self.class_names or [str(number) for number in range(self.num_classes)]
 
     @property
     def resized_to(self) -> int | None:
@@ -146,8 +159,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         if (persons := self._groups_at("train", self._split_indices()[0])) is None:
             raise ConfigurationError(
                 f"privacy.unit_of_privacy is group, but {type(self).__name__} does not know which images belong to "
-                f"the same person. Set {self.settings}.group_folders or group_file of ImageFolder, or add the array "
-                "train_groups to the file of NpzImages."
+                f"the same person. Set {self.settings}.group_folders or group_file of ImageFolder, "
+                "group_column of ImageTable, or add the array train_groups to the file of NpzImages."
             )
         return len(set(persons))
 
@@ -237,7 +250,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         units, what = np.arange(self.num_available), "images"
         if persons is not None:  # they are numbered in the order of their ids
             units, what = np.unique(np.array(persons), return_inverse=True)[1], "persons"
-        count = int(units.max()) + 1
+        count = int(units.max(initial=-1)) + 1
         held_out = round(self.val_fraction * count)
         if self.val_fraction and "val" in self.own_splits:
             raise ConfigurationError("the data has its own validation set; set val_fraction to 0")

@@ -30,7 +30,7 @@ class ImageSource(Protocol):
 
 
 class ArraySource:
-    """Images held in memory: uint8 (N, C, H, W), labels int64 (N,)."""
+    """Images held in memory: uint8 (N, C, H, W), labels int64 (N,) or float32 (N, L)."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images = images
@@ -69,8 +69,10 @@ def _on(device: torch.device, constants: Tensor) -> Tensor:
     return torch.stack([torch.full((), c, device=device) for c in constants.flatten().tolist()]).view(constants.shape)
 
 
-class ImageDataset(Dataset[tuple[Tensor, int]]):
+class ImageDataset(Dataset[tuple[Tensor, int | Tensor]]):
     """Part of a source: item i is (uint8 image (C, H, W), label) of the source's image ``indices[i]``.
+
+    A label is a number, or float32 (L,) of 0 and 1 if an image may have several of L labels.
 
     Args:
         source: Where images and labels come from.
@@ -105,13 +107,13 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
 
     @property
     def labels(self) -> Tensor:
-        """The labels of this part in order: int64 (n,)."""
+        """The labels of this part in order: int64 (n,), or float32 (n, L)."""
         return self.source.labels[self.indices]
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int | Tensor]]:
         """Return (image, label) pairs of a whole batch, as ``DataLoader`` asks for; an empty list for no indices."""
         if len(indices) == 0:
             return []
@@ -122,4 +124,5 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
             different, place = chosen.unique_consecutive(return_inverse=True)
             images = self.source.read(different.tolist(), self.transform)[place]
         images = images if self.augment is None else self.augment(images)
-        return list(zip(images, self.source.labels[chosen].tolist(), strict=True))
+        labels = self.source.labels[chosen]
+        return list(zip(images, labels.tolist() if labels.ndim == 1 else labels, strict=True))

@@ -110,8 +110,8 @@ class CachedFeatures(lightning.LightningDataModule):
                 self._network = self._build()
         else:
             self._network = self._build()
-        facts = {**self._network.settings, "weights": None, "resized_to": images.resized_to, "size": images.image_size}
-        made_by = [type(images).__name__, version("timm"), facts]
+        pixels = {"window": images.window, "turned": True, "resized_to": images.resized_to, "size": images.image_size}
+        made_by = [type(images).__name__, version("timm"), {**self._network.settings, "weights": None, **pixels}]
         key = hashlib.sha256(json.dumps(made_by, default=str).encode()).hexdigest()[:12]
         #: The name of the folder changes with the network and the preparation of the images.
         self.folder = Path(cache) / f"{backbone}-{key}"
@@ -124,6 +124,14 @@ class CachedFeatures(lightning.LightningDataModule):
     @property
     def class_names(self) -> list[str] | None:
         return self.images.class_names
+
+    @property
+    def multi_label(self) -> bool:
+        return self.images.multi_label
+
+    @property
+    def label_names(self) -> list[str]:
+        return self.images.label_names
 
     @property
     def num_train(self) -> int:
@@ -146,7 +154,7 @@ class CachedFeatures(lightning.LightningDataModule):
     @property
     def feature_settings(self) -> dict[str, Any]:
         """The network and the preparation of its images, from which features of other images can be computed."""
-        images = {"image_size": self.images.image_size, "resized_to": self.images.resized_to}
+        images = {name: getattr(self.images, name) for name in ("image_size", "resized_to", "window")}
         return {"network": self._network.settings, **images}
 
     def prepare_data(self) -> None:

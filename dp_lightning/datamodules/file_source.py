@@ -1,7 +1,4 @@
-"""Labelled image files, read when they are needed: a million of them take only the memory of their names.
-
-Only ``open_image`` decodes a file.
-"""
+"""Labelled image files, read when they are needed: a million of them take only the memory of their names."""
 
 import hashlib
 import os
@@ -11,21 +8,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.errors import DataError
+from dp_lightning.datamodules.decoding import DICOM_EXTENSIONS, Window, open_image
+from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group
 
 #: Names of images end so; of an animation the first image is read.
-IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif")
+IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif", ".jp2", ".j2k", ".pfm", *DICOM_EXTENSIONS)
 #: A data set with fewer files is read before a run unless it says otherwise.
 READ_FIRST_BELOW = 20_000
-# Files are chosen by their extensions, but PIL goes by the content, and some of its formats start programs.
-_FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF")
 # Number of bad files that an error names.
 _NAMED = 10
 
@@ -39,10 +34,17 @@ class FileSource:
         paths: The N files.
         labels: int64 (N,).
         persons: The person of each file; None if the data does not identify persons.
+        window: The values in the files that are black and white; None for files of 8 bits.
     """
 
-    def __init__(self, paths: Sequence[str], labels: Tensor, persons: list[Group] | None = None) -> None:
-        self.paths, self.labels, self.persons = FileNames(paths), labels, persons
+    def __init__(
+        self,
+        paths: Sequence[str],
+        labels: Tensor,
+        persons: list[Group] | None = None,
+        window: Window | None = None,
+    ) -> None:
+        self.paths, self.labels, self.persons, self.window = FileNames(paths), labels, persons, window
 
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
         images: list[Tensor] = []
@@ -50,7 +52,9 @@ class FileSource:
             path = self.paths[index]
             if position == 0 or index != indices[position - 1]:
                 try:
-                    image = open_image(path)
+                    image = open_image(path, self.window)
+                except ConfigurationError as error:
+                    raise DataError(f"{path}: {error}.") from error
                 except ValueError as error:
                     raise DataError(
                         f"{path} cannot be read as an image ({error}); replace it or remove it. The setting "
@@ -84,35 +88,6 @@ class FileNames(Sequence[str]):
         return os.fsdecode(self._names[index])
 
 
-def open_image(path: str) -> Tensor:
-    """Decode one image file: uint8 (3, H, W).
-
-    Raises:
-        ValueError: The file is missing, empty, truncated, not an image, has 32 bits per pixel, or more pixels than
-            Pillow reads; the message says which, without the path.
-    """
-    try:
-        with Image.open(path, formats=_FORMATS) as image:
-            if image.mode in ("I", "F"):
-                raise ValueError(
-                    "it has 32 bits per pixel, so it is unknown which value is white; convert it to 8 or 16 bits"
-                )
-            if image.mode.startswith("I;16"):  # PIL would clip the values at 255; here 0 to 65,535 becomes 0 to 255
-                grey = (np.asarray(image).astype(np.float32) / 257).round().astype(np.uint8)
-                return torch.from_numpy(grey).expand(3, -1, -1)
-            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
-    except UnidentifiedImageError as error:  # its message repeats the path
-        raise ValueError("it is not an image of a known format" if os.path.getsize(path) else "it is empty") from error
-    except Exception as error:  # each format raises its own, and a damaged file any
-        raise ValueError(getattr(error, "strerror", None) or str(error) or type(error).__name__) from error
-
-
-def luma(image: Tensor) -> Tensor:
-    """Return the luma of uint8 (3, H, W) by ITU-R 601, rounded, so that grey stays unchanged: uint8 (1, H, W)."""
-    red, green, blue = image.to(torch.int32)
-    return ((299 * red + 587 * green + 114 * blue + 500) // 1000).to(torch.uint8).unsqueeze(0)
-
-
 def each_file(look: Callable[[str], _Found], paths: Sequence[str], where: str) -> Iterator[_Found]:
     """Yield what ``look`` returns for each file, in order, with a bar if standard error is a terminal.
 
@@ -123,16 +98,18 @@ def each_file(look: Callable[[str], _Found], paths: Sequence[str], where: str) -
         yield from tqdm(found, total=len(paths), desc=f"Reading {where}", unit="file", disable=None)
 
 
-def require_readable(paths: Sequence[str], where: str) -> None:
-    """Decode every file.
+def require_readable(paths: Sequence[str], where: str, window: Window | None) -> None:
+    """Decode every file, with the ``window`` of the data.
 
     Raises:
-        DataError: Some cannot be read; the message names up to ten of them.
+        DataError: Some cannot be read; the message names up to ten of them, or the first that lacks a setting.
     """
 
     def problem_of(path: str) -> str:
         try:
-            open_image(path)
+            open_image(path, window)
+        except ConfigurationError as error:
+            raise DataError(f"{path}: {error}.") from error
         except ValueError as error:
             return str(error)
         return ""

@@ -1,7 +1,7 @@
 """Images in a tree of class folders.
 
     root/train/<class>/*
-    root/val/<class>/*      or root/test, or both
+    root/val/<class>/*      or root/test, or both; "valid", "Testing" and the like are understood
     root/train/<class>/<person>/*, if each person has a folder
 
 Counts come from file names; an image is opened when a batch needs it.
@@ -15,36 +15,55 @@ Tiny ImageNet has the layout of its archive:
 """
 
 import os
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, luma, require_readable
-from dp_lightning.datamodules.listing import image_files, persons_of_files
+from dp_lightning.datamodules.decoding import Window, luma
+from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, require_readable
+from dp_lightning.datamodules.listing import SPLIT_NAMES, files_in, image_files, split_of, what_is_in
+from dp_lightning.datamodules.tables import persons_of_files, tables_beside
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group, checked_groups
+
+_PREFERRED = [name for names in SPLIT_NAMES.values() for name in names]
+_Found = TypeVar("_Found")
+
+
+def as_test_set(found: dict[Split, _Found]) -> dict[Split, _Found]:
+    """Return the splits in their order, with the validation set as the test set if that is missing."""
+    if "val" in found and "test" not in found:
+        found["test"] = found.pop("val")
+    return {split: found[split] for split in SPLIT_NAMES if split in found}
 
 
 class ImageFolder(ImageDataModule):
     """A tree of class folders. Images of any size and kind become squares of ``image_size`` pixels, in RGB or grey.
 
     The shorter side is resized to ``image_size`` and the centre is cropped. ``root/val`` is the validation set and
-    ``root/test`` the test set; if there is only ``root/val``, it is the test set. Classes are the names of the folders
-    in ``root/train``, in alphabetical order; the other sets may lack some of them. A warning counts the files without
-    the extension of an image, and an image at another depth of the tree is an error. The values of 16-bit grey images
-    range from 0 to 65,535.
+    ``root/test`` the test set; if there is only ``root/val``, it is the test set. Other names are understood, in any
+    case: ``SPLIT_NAMES``. Classes are the names of the folders in ``root/train``, in alphabetical order; the other sets
+    may lack some of them. Warnings name folders of images in ``root`` that are not read, and count the files without
+    the extension of an image; an image at another depth of the tree is an error. Images are turned as their EXIF
+    orientation says.
 
     Args:
         root: Folder that holds ``train`` and ``val`` or ``test``.
         image_size: Height and width of an image as the network receives it, in pixels.
         in_channels: 3 for colour, 1 for grey. Images without colours need no more: scattering then has a third of the
             features, so that the noise is less.
+        window: The values in the files, of whatever depth, that are black and white, such as ``[0, 4095]`` for 12 bits;
+            of DICOM, the values after rescale slope and intercept. What lies between them gets 256 levels. A public
+            choice: take it from what is known of the modality. None is for files of 8 bits, and refuses others.
         flip: Mirror training images at random; set it to false if a mirrored image means something else.
         read_first: Decode every file first, and name all that cannot be read. Without it, such a file stops the run
             when it is drawn, and the run can resume only after the file is replaced: removing it would change the
@@ -53,9 +72,10 @@ class ImageFolder(ImageDataModule):
         group_folders: Whether each class folder holds a folder per person, with the person's images. Folders with the
             same name are the same person, in all classes and sets.
         group_file: A CSV file with a header that says which person each image belongs to. It names an image by its path
-            from ``root``, by its name, or by its name without the extension.
+            or the end of it, such as its name, with or without the extension. A table such as ``test.csv`` is read
+            beside ``train.csv``.
         group_column: The column of ``group_file`` with the person ids.
-        file_column: The column of ``group_file`` with the image names.
+        image_column: The column of ``group_file`` with the image names.
 
     Raises:
         ConfigurationError: The settings for persons contradict each other.
@@ -72,25 +92,26 @@ class ImageFolder(ImageDataModule):
         *,
         image_size: int = 64,
         in_channels: Literal[1, 3] = 3,
+        window: Window | None = None,
         flip: bool = True,
         read_first: bool | None = None,
         group_folders: bool = False,
         group_file: str | None = None,
         group_column: str | None = None,
-        file_column: str = "file",
+        image_column: str = "file",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self.root = Path(root)
         self.image_size, self.in_channels = image_size, in_channels
-        self.flip, self.read_first = flip, read_first
+        self.window, self.flip, self.read_first = window, flip, read_first
         if (group_file is None) != (group_column is None) or (group_folders and group_file is not None):
             raise ConfigurationError(
                 f"{group_folders=}, {group_file=} and {group_column=} do not say which images belong to the same "
                 "person: set group_folders alone, or group_file and group_column, its column with the person ids."
             )
         self.group_folders = group_folders
-        self.group_file, self.group_column, self.file_column = group_file, group_column, file_column
+        self.group_file, self.group_column, self.image_column = group_file, group_column, image_column
 
     @property
     def num_classes(self) -> int:
@@ -102,7 +123,9 @@ class ImageFolder(ImageDataModule):
         folder = self.split_folders["train"]
         names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")
         if not names:
-            raise DataError(f"{folder} has no class folders; each class needs a folder of its images")
+            raise DataError(
+                f"{folder} has no class folders; each class needs a folder of its images. {what_is_in(folder)}"
+            )
         return names
 
     @property
@@ -120,15 +143,22 @@ class ImageFolder(ImageDataModule):
     @cached_property
     def split_folders(self) -> dict[Split, Path]:
         """The folder of each split that the data has."""
-        found = {name: self.root / name for name in self.split_names if (self.root / name).is_dir()}
+        entries = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
+        named = sorted((n for n in entries if split_of(n)), key=lambda n: _PREFERRED.index(n.lower()))
+        folders = {split_of(name): self.root / name for name in reversed(named)}
+        found = {split: folders[split] for split in self.split_names if split in folders}
         if "train" not in found:
             raise DataError(
                 f"{self.root / 'train'} is missing; set {self.settings}.root to the folder that holds "
                 "train/<class>/<image files>"
             )
-        if "val" in found and "test" not in found:
-            found["test"] = found.pop("val")
-        return found
+        unread = [self.root / name for name in entries if self.root / name not in folders.values() and name[0] != "."]
+        if passed_over := [str(folder) for folder in unread if files_in(folder)[0]]:
+            rank_zero_warn(
+                f"The images in {', '.join(passed_over)} are not read. Each split has one folder, called "
+                f"one of {', '.join(_PREFERRED)}: rename or merge a folder that is part of one."
+            )
+        return as_test_set(found)
 
     def prepare_data(self) -> None:
         trains = self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING
@@ -136,7 +166,7 @@ class ImageFolder(ImageDataModule):
         few = sum(map(len, files.values())) < READ_FIRST_BELOW
         if few if self.read_first is None else self.read_first:
             for split, paths in files.items():
-                require_readable(paths, str(self.split_folders[split]))
+                require_readable(paths, str(self.split_folders[split]), self.window)
 
     def read_split(self, split: Split) -> FileSource:
         return self._files[split]
@@ -158,28 +188,38 @@ class ImageFolder(ImageDataModule):
         Raises:
             DataError: A class of the training set has no images, or a class is not one of the training set's.
         """
-        numbers = {name: number for number, name in enumerate(self.class_names)}
         found: dict[Split, FileSource] = {}
         for split, folder in self.split_folders.items():
             pairs = self._listed(split, folder)
-            paths, present = [path for path, _ in pairs], {name for _, name in pairs}
-            if unknown := sorted(present - set(numbers)):
-                raise DataError(
-                    f"{folder} has classes that {self.split_folders['train']} does not have: {', '.join(unknown)}. "
-                    "The classes are those of the training set; add images of them to it, or remove the folders."
-                )
-            empty = [str(folder / name) for name in numbers if name not in present]
-            if not present or (split == "train" and empty):
-                raise DataError(f"no image files are in {', '.join(empty[:3])}; remove the folder or fill it")
+            paths, labels = [path for path, _ in pairs], self._labels(split, [label for _, label in pairs])
             persons: list[Group] | None = None
             if self.group_folders:
                 persons = checked_groups([Path(path).parent.name for path in paths], str(folder))
             elif self.group_file is not None and self.group_column is not None:
-                columns = {"file_column": self.file_column, "group_column": self.group_column}
-                required = split == "train"
-                persons = persons_of_files(paths, self.root, Path(self.group_file), required=required, **columns)
-            found[split] = FileSource(paths, torch.tensor([numbers[name] for _, name in pairs]), persons)
+                columns = {"image_column": self.image_column, "group_column": self.group_column}
+                table = Path(self.group_file)
+                table = tables_beside(table).get(split, table)
+                persons = persons_of_files(paths, table, required=split == "train", **columns)
+            found[split] = FileSource(paths, labels, persons, self.window)
         return found
+
+    def _labels(self, split: Split, names: Sequence[Any]) -> Tensor:
+        """Return the labels of a split, int64 (n,), from the classes of its images."""
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        folder, present = self.split_folders[split], set(names)
+        if unknown := sorted(present - set(numbers)):
+            raise DataError(
+                f"{folder} has classes that {self.split_folders['train']} does not have: {', '.join(unknown)}. "
+                "The classes are those of the training set; add images of them to it, or remove the folders."
+            )
+        empty = [folder / name for name in numbers if name not in present]
+        if not names or (split == "train" and empty):
+            raise DataError(
+                f"{'The training set is empty: ' if split == 'train' and not names else ''}no image files are in "
+                f"{', '.join(map(str, empty[:3]))}; remove the folder or fill it. "
+                f"{what_is_in(empty[0] if names else folder)}"
+            )
+        return torch.tensor([numbers[name] for name in names])
 
     def _listed(self, split: Split, folder: Path) -> list[tuple[str, str]]:
         """Return path and class of each image of a split.

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules.dataset import Transform, normalized
-from dp_lightning.datamodules.file_source import FileNames, luma, open_image
-from dp_lightning.datamodules.listing import image_files
+from dp_lightning.datamodules.decoding import Window, luma, open_image
+from dp_lightning.datamodules.file_source import FileNames
+from dp_lightning.datamodules.listing import files_in, what_is_in
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
 
@@ -30,7 +31,9 @@ class ImageFiles(lightning.LightningDataModule):
         image_size: Height and width of an image as the network receives it, in pixels.
         resized_to: Length of the shorter side before the centre crop; ``image_size`` if the checkpoint does not say.
         num_classes: Number of classes of the network.
+        multi_label: Whether an image may have several labels.
         in_channels: 3 for colour, 1 for grey.
+        window: The values in the files that are black and white, as in training; None for files of 8 bits.
         mean: Mean of each channel in the normalisation that the network was trained with.
         std: Standard deviation of each channel, likewise.
         features: For a linear probe, the arguments of the ``FeatureNetwork`` that it was trained on, whose features
@@ -42,6 +45,7 @@ class ImageFiles(lightning.LightningDataModule):
     Attributes:
         paths: The files in the order of the predictions.
         problems: Why each file that was loaded so far could not be read, in the same order; None for those that could.
+        skipped: The files that are not images by the ends of their names.
     """
 
     #: There is nothing to train on.
@@ -54,7 +58,9 @@ class ImageFiles(lightning.LightningDataModule):
         image_size: int | None = None,
         resized_to: int | None = None,
         num_classes: int | None = None,
+        multi_label: bool | None = None,
         in_channels: int | None = None,
+        window: Window | None = None,
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
         features: dict[str, Any] | None = None,
@@ -71,11 +77,13 @@ class ImageFiles(lightning.LightningDataModule):
             )
         steps: list[Transform] = [v2.Resize(resized_to or image_size), v2.CenterCrop(image_size)]
         self._prepare = v2.Compose(steps if in_channels == 3 else [*steps, luma])
+        self._open = partial(open_image, window=window)
         self._normalize = partial(normalized, mean=mean, std=std)
         self._blank = torch.zeros(in_channels, image_size, image_size)
         self._network = None
         #: Height, width and channels of what the classifier receives: of the images, or of their features.
         self.image_size, self.in_channels, self.num_classes = image_size, in_channels, num_classes
+        self.multi_label = multi_label
         if features is not None:
             setting = "data.init_args.feature_weights"
             self._network = FeatureNetwork.again(features, weights=feature_weights, setting=setting)
@@ -83,17 +91,18 @@ class ImageFiles(lightning.LightningDataModule):
         self.batch_size, self.num_workers = batch_size, num_workers
         self.paths: list[Path] = []
         self.problems: list[str | None] = []
+        self.skipped: list[str] = []
 
     def setup(self, stage: str | None = None) -> None:
-        self.paths = sorted(map(Path, image_files(self.root)))
+        images, others = files_in(self.root)
+        self.paths, self.skipped = sorted(map(Path, images)), others
         if not self.paths:
-            raise DataError(
-                f"{self.root} does not exist or holds no image files; set data.init_args.root to a folder of images"
-            )
+            found = what_is_in(self.root) if self.root.exists() else f"{self.root} does not exist."
+            raise DataError(f"There are no image files; set data.init_args.root to a folder of images. {found}")
         self.problems = []
 
     def predict_dataloader(self) -> DataLoader:
-        read = partial(_read, prepare=self._prepare, normalize=self._normalize, blank=self._blank)
+        read = partial(_read, decode=self._open, prepare=self._prepare, normalize=self._normalize, blank=self._blank)
         return DataLoader(
             FileNames([str(path) for path in self.paths]),  # type: ignore[arg-type]
             batch_size=self.batch_size,
@@ -110,13 +119,13 @@ class ImageFiles(lightning.LightningDataModule):
 
 
 def _read(
-    paths: Sequence[str], *, prepare: Transform, normalize: Transform, blank: Tensor
+    paths: Sequence[str], *, decode: Transform, prepare: Transform, normalize: Transform, blank: Tensor
 ) -> tuple[Tensor, list[str | None]]:
     """Return images, float32 (n, C, H, W), and why each file cannot be read: ``blank`` takes the place of its image."""
     images, problems = [], list[str | None]()
     for path in paths:
         try:
-            images.append(normalize(prepare(open_image(path)).unsqueeze(0))[0])
+            images.append(normalize(prepare(decode(path)).unsqueeze(0))[0])
             problems.append(None)
         except ValueError as error:
             images.append(blank)

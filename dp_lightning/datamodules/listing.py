@@ -1,97 +1,59 @@
-"""The images in a folder, and the persons that a table names for them."""
+"""The images in a folder: which files they are, and which split a name means."""
 
-import csv
 import os
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from dp_lightning.datamodules.base import Split
 from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS
-from dp_lightning.errors import DataError
-from dp_lightning.privacy.person_ids import Group, checked_groups
+
+#: The names of folders, tables and cells that mean a split, in small letters; the first one is preferred.
+SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev"),
+    "test": ("test", "testing"),
+}
+_NOT_IMAGES = (
+    f"The names of images end with {', '.join(IMAGE_EXTENSIONS)}: convert others, such as .heic, before the first run."
+)
 
 
-def image_files(folder: Path) -> list[str]:
-    """Return the image files in a folder and its subfolders: those of each folder, then those of its subfolders.
+def split_of(name: str) -> Split | None:
+    """Return the split that a name in any case means."""
+    return next((split for split, names in SPLIT_NAMES.items() if name.lower() in names), None)
 
-    All are in alphabetical order, without hidden files and folders. A warning counts the files that are not images by
-    their names.
+
+def files_in(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the image files in a folder and its subfolders, and the other files.
+
+    Those of each folder come before those of its subfolders, all in alphabetical order, without hidden ones.
     """
     images: list[str] = []
-    others: Counter[str] = Counter()
+    others: list[str] = []
     for parent, folders, names in os.walk(folder, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
-            if name.lower().endswith(IMAGE_EXTENSIONS):
-                images.append(os.path.join(parent, name))
-            else:
-                others[os.path.splitext(name)[1].lower() or "no extension"] += 1
+            (images if name.lower().endswith(IMAGE_EXTENSIONS) else others).append(os.path.join(parent, name))
+    return images, others
+
+
+def image_files(folder: Path) -> list[str]:
+    """Return the image files of ``files_in``; a warning counts the other files by their names."""
+    images, others = files_in(folder)
     if others:
-        kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(others.items()))
-        rank_zero_warn(
-            f"Some files in {folder} are not read as images: {kinds}. The names of images end with "
-            f"{', '.join(IMAGE_EXTENSIONS)}: convert others, such as .heic, before the first run."
-        )
+        rank_zero_warn(f"Some files in {folder} are not read as images: {kinds_of(others)}. {_NOT_IMAGES}")
     return images
 
 
-def persons_of_files(
-    files: Sequence[str], root: Path, table: Path, *, file_column: str, group_column: str, required: bool
-) -> list[Group] | None:
-    """Return the person of each file; None if the table lists none of them, unless they are ``required``.
-
-    A file is named in the table by its path from ``root``, by its name, or by its name without the extension.
-
-    Args:
-        table: A CSV file with a header, in UTF-8.
-        file_column: The column with the file names.
-        group_column: The column with the person ids.
-
-    Raises:
-        DataError: The table or a column is missing, a file is not in it or has two persons, a row matches two files,
-            or an id is missing.
-    """
-    persons = _read(table, file_column, group_column)
-    names = [(PurePath(file).relative_to(root).as_posix(), PurePath(file).name, PurePath(file).stem) for file in files]
-    rows = [next((name for name in of_file if name in persons), None) for of_file in names]
-    if not required and not any(rows):
-        return None
-    used: dict[str, str] = {}
-    for file, row in zip(files, rows, strict=True):
-        if row is None:
-            raise DataError(
-                f"{table} does not say which person {file} belongs to. Add a row for it: its path from {root}, its "
-                "name or its name without the extension, and the person id."
-            )
-        if used.setdefault(row, file) != file:
-            raise DataError(
-                f"{table}: {row} could be {used[row]} or {file}. In the table, name files by their path from {root}."
-            )
-    return checked_groups([persons[row] for row in rows if row is not None], str(table))
+def kinds_of(files: list[str]) -> str:
+    """Count files by the ends of their names, such as ``6 x .dcm, 1 x .txt``."""
+    kinds = Counter(os.path.splitext(file)[1].lower() or "no extension" for file in files)
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
 
 
-def _read(table: Path, file_column: str, group_column: str) -> dict[str, str]:
-    """Return the person of each file by the name that the table has for the file."""
-    persons: dict[str, str] = {}
-    try:
-        with table.open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
-            columns = rows.fieldnames or ()
-            for column in (file_column, group_column):
-                if column not in columns:
-                    raise DataError(
-                        f"{table} has no column {column!r}; it has {', '.join(columns) or 'none'}. Set "
-                        "file_column and group_column."
-                    )
-            for row in rows:
-                name, person = ((row[column] or "").strip() for column in (file_column, group_column))
-                if persons.setdefault(name, person) != person:
-                    raise DataError(
-                        f"{table}, line {rows.line_num}: {name} belongs to {person!r} here, but to {persons[name]!r} "
-                        "before. Give each file one person."
-                    )
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table} cannot be read as a table ({error}); set group_file") from error
-    return persons
+def what_is_in(folder: Path) -> str:
+    """Say which files a folder without images holds, and what to do with them."""
+    others = files_in(folder)[1]
+    return f"{folder} holds {kinds_of(others)}. {_NOT_IMAGES}" if others else f"{folder} holds no files."

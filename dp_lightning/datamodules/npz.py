@@ -15,7 +15,8 @@ import torch
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ArraySource
-from dp_lightning.errors import DataError
+from dp_lightning.datamodules.decoding import Window, require_finite, windowed
+from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group, checked_groups
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
@@ -31,28 +32,44 @@ class Header(NamedTuple):
 class NpzImages(ImageDataModule):
     """Square images in one ``.npz`` file.
 
-    ``*_images`` are uint8 (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,) or (N, 1).
-    Several labels per image are refused. ``*_groups``, integers or text (N,) or (N, 1), hold the person id of each
-    image. The whole file is read into memory.
+    ``*_images`` are numbers (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,) or
+    (N, 1), or (N, L) of 0 and 1 if an image may have several of L labels. ``*_groups``, integers or text (N,) or
+    (N, 1), hold the person id of each image. The whole file is read into memory.
 
     Args:
         path: The ``.npz`` file.
-        num_classes: Number of classes. None is one more than the largest training label, which is then treated as
-            public.
+        num_classes: Number of classes. None is L, or one more than the largest training label, which is then treated
+            as public.
+        window: The values in the arrays that are black and white, such as ``[0, 4095]``, a public choice; what lies
+            between them gets 256 levels. None is for uint8, and refuses other arrays.
         flip: Mirror training images at random; set it to false if a mirrored image means something else.
     """
 
-    def __init__(self, path: str, *, num_classes: int | None = None, flip: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        path: str,
+        *,
+        num_classes: int | None = None,
+        window: Window | None = None,
+        flip: bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(**kwargs)
         self.path = Path(path)
         self.given_num_classes = num_classes
-        self.flip = flip
+        self.window, self.flip = window, flip
 
     @cached_property
     def num_classes(self) -> int:
+        if self.multi_label:
+            return self._headers["train_labels"].shape[1]
         if self.given_num_classes is not None:
             return self.given_num_classes
         return int(self._read("train_labels").max()) + 1
+
+    @property
+    def multi_label(self) -> bool:
+        return (*self._headers["train_labels"].shape, 1)[1] > 1
 
     @property
     def in_channels(self) -> int:
@@ -71,15 +88,37 @@ class NpzImages(ImageDataModule):
         return tuple(split for split in SPLITS if f"{split}_images" in self._headers)
 
     def read_split(self, split: Split) -> ArraySource:
-        images = torch.from_numpy(self._read(f"{split}_images"))
+        values = self.values(split)
+        try:
+            if self.window is not None:  # one by one, since its numbers take eight times the memory
+                values = np.stack([windowed(image, self.window) for image in values])
+            images = torch.from_numpy(windowed(values, None))
+        except ConfigurationError as error:
+            raise DataError(f"{self.path}, {split}_images: {error}.") from error
         images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
-        labels = torch.from_numpy(self._read(f"{split}_labels").reshape(-1).astype(np.int64))
-        if labels.min() < 0 or labels.max() >= self.num_classes:
+        return ArraySource(images, self.labels(split))
+
+    def values(self, split: Split) -> np.ndarray:
+        """Return the images of a split as they are in the file: (N, H, W) or (N, H, W, C)."""
+        images = self._read(f"{split}_images")
+        require_finite(images, f"{self.path}, {split}_images")
+        return images
+
+    def labels(self, split: Split) -> torch.Tensor:
+        """Return the labels of a split: int64 (N,), or float32 (N, L) if an image may have several.
+
+        Raises:
+            DataError: A label is none of ``num_classes``.
+        """
+        labels = torch.from_numpy(self._read(f"{split}_labels").astype(np.int64))
+        labels, largest = (labels, 1) if self.multi_label else (labels.reshape(-1), self.num_classes - 1)
+        if labels.min() < 0 or labels.max() > largest:
+            several = "several labels per image" if self.multi_label else f"{self.num_classes} classes"
             raise DataError(
-                f"{self.path}: {split}_labels are {labels.min()} to {labels.max()}, and must be 0 to "
-                f"{self.num_classes - 1} with {self.num_classes} classes."
+                f"{self.path}: {split}_labels are {labels.min()} to {labels.max()}, and must be 0 to {largest} with "
+                f"{several}."
             )
-        return ArraySource(images, labels)
+        return labels.float() if self.multi_label else labels
 
     def groups(self, split: Split) -> list[Group] | None:
         return self._groups.get(split)
@@ -106,11 +145,17 @@ class NpzImages(ImageDataModule):
             raise DataError(f"{self.path} is not a complete .npz file ({error}); copy or download it again") from error
         for split in SPLITS:
             found = {name: header for name, header in headers.items() if name.startswith(split)}
-            if (split == "train" or found) and not _is_complete(found, split, headers.get("train_images")):
+            if (split == "train" or found) and not _is_complete(found, split, headers):
+                images = headers.get(f"{split}_images")
+                empty = (
+                    f"The {'training' if split == 'train' else split} set is empty: "
+                    if images and images.shape[:1] == (0,)
+                    else ""
+                )
                 raise DataError(
-                    f"{self.path} needs {split}_images, uint8 (N, H, H) or (N, H, H, C) with C up to 4, in the size of "
-                    f"train_images, and {split}_labels, integers (N,) or (N, 1), one class per image; {split}_groups, "
-                    "if there are any, are integers or text (N,) or (N, 1). It has "
+                    f"{empty}{self.path} needs {split}_images, numbers (N, H, H) or (N, H, H, C) with C up to 4, in "
+                    f"the size of train_images, and {split}_labels, integers (N,), (N, 1) or (N, L) as for training; "
+                    f"{split}_groups, if there are any, are integers or text (N,) or (N, 1). It has "
                     f"{', '.join(f'{name} {header.dtype} {header.shape}' for name, header in headers.items())}."
                 )
         return headers
@@ -129,22 +174,22 @@ def _read_header(archive: zipfile.ZipFile, name: str) -> Header:
         return Header(shape, dtype)
 
 
-def _is_complete(found: dict[str, Header], split: Split, train_images: Header | None) -> bool:
+def _is_complete(found: dict[str, Header], split: Split, headers: dict[str, Header]) -> bool:
     """Return whether the arrays of a split have the shapes and types that ``NpzImages`` reads."""
-    images, labels = found.get(f"{split}_images"), found.get(f"{split}_labels")
-    groups = found.get(f"{split}_groups", labels)
-    if images is None or labels is None or groups is None or train_images is None:
+    images, labels, groups = (found.get(f"{split}_{kind}") for kind in ("images", "labels", "groups"))
+    train_images, train_labels = headers.get("train_images"), headers.get("train_labels")
+    if images is None or labels is None or train_images is None or train_labels is None:
         return False
     n, *sides = images.shape or (0,)
     is_square = len(sides) in (2, 3) and sides[0] == sides[1] and (len(sides) == 2 or sides[2] in range(1, 5))
     columns = ((n,), (n, 1))
+    several = train_labels.shape[1:] if len(train_labels.shape) == 2 and train_labels.shape[1] > 1 else ()
     return (
-        images.dtype == np.uint8
+        images.dtype.kind in "uif"
         and is_square
         and 0 not in images.shape
         and images.shape[1:] == train_images.shape[1:]
         and labels.dtype.kind in "iu"
-        and labels.shape in columns
-        and groups.dtype.kind in "iuU"
-        and groups.shape in columns
+        and labels.shape in ([(n, *several)] if several else columns)
+        and (groups is None or (groups.dtype.kind in "iuU" and groups.shape in columns))
     )

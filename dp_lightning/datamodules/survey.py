@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from PIL import Image
-from torch import Tensor
+import numpy as np
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
-from dp_lightning.datamodules.dataset import ArraySource
-from dp_lightning.datamodules.file_source import FileSource, each_file, open_image
+from dp_lightning.datamodules.decoding import read_pixels
+from dp_lightning.datamodules.file_source import FileSource, each_file
+from dp_lightning.datamodules.npz import NpzImages
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.person_ids import Group
 
@@ -29,22 +29,24 @@ class Look:
 
     Attributes:
         split: The part of the data that the image is in.
-        label: Its class.
+        labels: The number of its class, or of each of its labels.
         person: The id of its person; None if the data does not identify persons.
         path: Its file; None for an image in an array.
         problem: Why the image cannot be read; None if it can, and only then the attributes below are known.
         side: Length of the shorter side in pixels.
         channels: Number of channels of an array; of a file 1 for grey, 3 for colour.
+        values: Its lowest and highest value, if it has more than 8 bits.
         digest: Digest of the file or of the pixels, equal for equal images.
     """
 
     split: Split
-    label: int
+    labels: tuple[int, ...]
     person: Group | None
     path: str | None = None
     problem: str | None = None
     side: int = 0
     channels: int = 0
+    values: tuple[float, float] | None = None
     digest: bytes = b""
 
 
@@ -55,7 +57,7 @@ class Survey:
     Attributes:
         looks: A look at every image, in the order of the splits.
         splits: The splits that the data has.
-        class_names: Names of the classes in the order of their labels.
+        class_names: Names of the classes in the order of their labels, or of the labels that an image may have.
     """
 
     looks: list[Look]
@@ -71,17 +73,20 @@ class Survey:
         """
         looks: list[Look] = []
         for split in data.own_splits:
-            source = data.read_split(split)
             found: Iterable[dict[str, Any]]
-            if isinstance(source, FileSource):
-                found = each_file(_in_file, source.paths, f"the {split} images")
+            if isinstance(data, NpzImages):
+                marked, found = data.labels(split), map(_in_array, data.values(split))
             else:
-                assert isinstance(source, ArraySource)
-                found = map(_in_array, source.images)
-            labels = source.labels.tolist()
+                source = data.read_split(split)
+                assert isinstance(source, FileSource)
+                marked, found = source.labels, each_file(_in_file, source.paths, f"the {split} images")
+            rows = marked if data.multi_label else marked.unsqueeze(1)
+            labels = [tuple((row.nonzero().flatten() if data.multi_label else row).tolist()) for row in rows]
             persons: Sequence[Group | None] = data.groups(split) or [None] * len(labels)
-            looks += [Look(split, *known, **facts) for *known, facts in zip(labels, persons, found, strict=True)]
-        survey = cls(looks, data.own_splits, data.class_names or [str(label) for label in range(data.num_classes)])
+            looks += [
+                Look(split, label, person, **facts) for label, person, facts in zip(labels, persons, found, strict=True)
+            ]
+        survey = cls(looks, data.own_splits, data.label_names)
         if not survey.readable:
             raise DataError(f"None of the training images can be read. {looks[0].path}: {looks[0].problem}")
         return survey
@@ -97,14 +102,21 @@ class Survey:
         return Counter(look.person for look in self.readable if look.person is not None) or None
 
     def counts(self, split: Split) -> list[int]:
-        """Return the number of images of each class that can be read."""
-        found = Counter(look.label for look in self.looks if look.split == split and look.problem is None)
-        return [found[label] for label in range(len(self.class_names))]
+        """Return the number of images of each class that can be read, and then that of all images."""
+        found = [look.labels for look in self.looks if look.split == split and look.problem is None]
+        counted = Counter(label for labels in found for label in labels)
+        return [*(counted[label] for label in range(len(self.class_names))), len(found)]
 
     @property
     def median_side(self) -> int:
         """Median of the shorter sides of the training images, in pixels."""
         return int(median(look.side for look in self.readable))
+
+    @cached_property
+    def values(self) -> tuple[float, float] | None:
+        """Lowest and highest value of the training images of more than 8 bits; None if there are none."""
+        found = [look.values for look in self.readable if look.values is not None]
+        return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
     @property
     def is_grey(self) -> bool:
@@ -115,16 +127,15 @@ class Survey:
 def _in_file(path: str) -> dict[str, Any]:
     """Read one file and return the attributes of its ``Look``; its digest is that of its bytes."""
     try:
-        open_image(path)
+        values, _ = read_pixels(path)
     except ValueError as error:
         return {"path": path, "problem": str(error)}
-    with Image.open(path) as image:  # its header
-        side, channels = min(image.size), 1 if image.mode.startswith(("1", "L", "I")) else 3
-    digest = hashlib.sha256(Path(path).read_bytes()).digest()
-    return {"path": path, "side": side, "channels": channels, "digest": digest}
+    return {"path": path, **_in_array(values), "digest": hashlib.sha256(Path(path).read_bytes()).digest()}
 
 
-def _in_array(image: Tensor) -> dict[str, Any]:
-    """Return the attributes of the ``Look`` of one square image (C, H, H)."""
-    channels, side, _ = image.shape
-    return {"side": side, "channels": channels, "digest": hashlib.sha256(image.numpy().tobytes()).digest()}
+def _in_array(image: np.ndarray) -> dict[str, Any]:
+    """Return the attributes of the ``Look`` of one image (H, W) or (H, W, C)."""
+    height, width, channels = (*image.shape, 1)[:3]
+    values = None if image.dtype == np.uint8 else (float(image.min()), float(image.max()))
+    digest = hashlib.sha256(image.tobytes()).digest()
+    return {"side": min(height, width), "channels": channels, "values": values, "digest": digest}

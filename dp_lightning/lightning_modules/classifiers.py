@@ -24,6 +24,8 @@ class WideResNetModule(ImageClassifier):
         whitening: Centre and whiten the features before the last layer by random images, if ``weights`` are of
             `dpl pretrain` with this setting; without them it does nothing.
         weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
+        multi_label: An image may have several labels, linked from the data.
+        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class WideResNetModule(ImageClassifier):
         scale_norm: bool = False,
         whitening: bool = False,
         weights: str | None = None,
+        multi_label: bool = False,
+        class_weights: list[float] | None = None,
     ) -> None:
         model = WideResNet(
             depth,
@@ -51,7 +55,7 @@ class WideResNetModule(ImageClassifier):
             scale_norm=scale_norm,
             whitening=whitening,
         )
-        super().__init__(model, num_classes, weights=weights)
+        super().__init__(model, num_classes, weights=weights, multi_label=multi_label, class_weights=class_weights)
         self.save_hyperparameters()
 
 
@@ -69,6 +73,8 @@ class ResNetModule(ImageClassifier):
         whitening: Centre and whiten the features before the last layer by random images, if ``weights`` are of
             `dpl pretrain` with this setting; without them it does nothing.
         weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
+        multi_label: An image may have several labels, linked from the data.
+        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
     """
 
     def __init__(
@@ -82,6 +88,8 @@ class ResNetModule(ImageClassifier):
         scale_norm: bool = False,
         whitening: bool = False,
         weights: str | None = None,
+        multi_label: bool = False,
+        class_weights: list[float] | None = None,
     ) -> None:
         model = ResNet(
             depth,
@@ -92,7 +100,7 @@ class ResNetModule(ImageClassifier):
             scale_norm=scale_norm,
             whitening=whitening,
         )
-        super().__init__(model, num_classes, weights=weights)
+        super().__init__(model, num_classes, weights=weights, multi_label=multi_label, class_weights=class_weights)
         self.save_hyperparameters()
 
 
@@ -105,6 +113,8 @@ class SmallCNNModule(ImageClassifier):
         image_size: Height and width of the images in pixels, linked from the data.
         channels: Channels of each convolution, a multiple of 4.
         weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
+        multi_label: An image may have several labels, linked from the data.
+        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
     """
 
     def __init__(
@@ -115,9 +125,11 @@ class SmallCNNModule(ImageClassifier):
         image_size: int = 8,
         channels: int = 16,
         weights: str | None = None,
+        multi_label: bool = False,
+        class_weights: list[float] | None = None,
     ) -> None:
         model = SmallCNN(num_classes, in_channels=in_channels, image_size=image_size, channels=channels)
-        super().__init__(model, num_classes, weights=weights)
+        super().__init__(model, num_classes, weights=weights, multi_label=multi_label, class_weights=class_weights)
         self.save_hyperparameters()
 
 
@@ -138,6 +150,8 @@ class LinearProbeModule(ImageClassifier):
         normalize: Normalise the features of each image, so that the length of its gradient does not depend on their
             length: true to mean 0 and variance 1, ``unit`` to the length 1. With long vectors, such as maps, the
             first lets every gradient be clipped.
+        multi_label: An image may have several labels, linked from the data.
+        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
     """
 
     def __init__(
@@ -147,6 +161,8 @@ class LinearProbeModule(ImageClassifier):
         in_channels: int,
         image_size: int = 1,
         normalize: bool | Literal["unit"] = True,
+        multi_label: bool = False,
+        class_weights: list[float] | None = None,
     ) -> None:
         length = in_channels * image_size**2
         head = nn.Linear(length, num_classes)
@@ -158,7 +174,8 @@ class LinearProbeModule(ImageClassifier):
         elif normalize:
             norm = nn.LayerNorm(length, elementwise_affine=False)
         before = norm if image_size == 1 else nn.Sequential(nn.Flatten(), norm)
-        super().__init__(nn.Sequential(before, head), num_classes)
+        model = nn.Sequential(before, head)
+        super().__init__(model, num_classes, multi_label=multi_label, class_weights=class_weights)
         self.save_hyperparameters()
 
 

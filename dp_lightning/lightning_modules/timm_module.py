@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.base import ImageClassifier
 from dp_lightning.models import timm_model
-from dp_lightning.models.batch_norm import batch_norm_to_group_norm, freeze_batch_norm
 from dp_lightning.models.pretrained import PretrainedInput
 from dp_lightning.models.trained import train_low_rank, train_only
 
@@ -32,13 +30,13 @@ class TimmModule(ImageClassifier):
         lora_rank: r of ``trained: lora``.
         lora_layers: Patterns of names of the layers that get low-rank additions; None means every linear layer and
             every convolution that is not depthwise.
-        batch_norm: ``refuse`` keeps BatchNorm layers, which private training then refuses; ``group_norm`` replaces
-            them; ``frozen`` keeps them in evaluation mode with their pretrained statistics.
         input_size: Height and width that images are resized to; None means the network's own size with pretrained
             weights, and the size of the images otherwise.
         in_channels: Channels of the images, linked from the data.
         mean: Mean of each channel in the data's normalisation, linked from the data.
         std: Standard deviation of each channel, likewise.
+        multi_label: An image may have several labels, linked from the data.
+        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
         model_kwargs: Further arguments of the network, such as ``{img_size: 32}`` for a vision transformer.
 
     Raises:
@@ -55,19 +53,15 @@ class TimmModule(ImageClassifier):
         trained: Literal["all", "head", "bias", "lora"] | list[str] = "all",
         lora_rank: int = 8,
         lora_layers: list[str] | None = None,
-        batch_norm: Literal["refuse", "group_norm", "frozen"] = "refuse",
         input_size: int | None = None,
         in_channels: int = 3,
         mean: tuple[float, ...] = (0.5,),
         std: tuple[float, ...] = (0.5,),
+        multi_label: bool = False,
+        class_weights: list[float] | None = None,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
         has_weights = pretrained or weights is not None
-        if batch_norm == "frozen" and not has_weights:
-            raise ConfigurationError(
-                f"batch_norm: frozen needs pretrained weights; {name} has no statistics yet. Set pretrained: true or "
-                "weights, or batch_norm: group_norm."
-            )
         if trained != "all" and not has_weights:
             rank_zero_warn(
                 f"trained: {trained} freezes the rest of {name}, which has no pretrained weights: it keeps its random "
@@ -75,17 +69,10 @@ class TimmModule(ImageClassifier):
             )
         kwargs = model_kwargs or {}
         model = timm_model(name, num_classes, pretrained=pretrained, weights=weights, in_channels=in_channels, **kwargs)
-        if batch_norm == "group_norm":
-            replaced = batch_norm_to_group_norm(model)
-            rank_zero_info(f"{name}: {len(replaced)} BatchNorm layers became GroupNorm. Scales and shifts were kept.")
-        super().__init__(model, num_classes)
+        super().__init__(model, num_classes, multi_label=multi_label, class_weights=class_weights)
         #: If `dpl export` has written this file, its private steps count in a private run.
         self.weights_file = weights
         self._choose_trained(trained, lora_rank=lora_rank, lora_layers=lora_layers)
-        self._frozen_norms = batch_norm == "frozen"
-        if self._frozen_norms:
-            names = freeze_batch_norm(model)
-            rank_zero_info(f"{name}: {len(names)} BatchNorm layers stay as they are, in evaluation mode and frozen.")
         self.input: PretrainedInput | None = None
         if has_weights or input_size is not None:
             size = input_size or kwargs.get("img_size")
@@ -95,12 +82,6 @@ class TimmModule(ImageClassifier):
     def forward(self, images: Tensor) -> Tensor:
         """Logits (N, num_classes) of images (N, C, H, W) as the data gives them."""
         return self.model(images if self.input is None else self.input(images))
-
-    def train(self, mode: bool = True) -> "TimmModule":
-        super().train(mode)
-        if self._frozen_norms:
-            freeze_batch_norm(self.model)
-        return self
 
     @property
     def head(self) -> nn.Module:

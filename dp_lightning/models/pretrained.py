@@ -126,11 +126,16 @@ def last_layer(network: nn.Module) -> str:
     return linear[-1]
 
 
+def require_weights(path: str | None) -> None:
+    """Raise ConfigurationError where the file of weights that will be loaded is missing."""
+    if path is not None and _LOADS.get() and not Path(path).is_file():
+        raise ConfigurationError(f"weights {path} is not a file; give the path of the network's weights")
+
+
 def _read(path: str) -> dict[str, Any]:
     import timm
 
-    if not Path(path).is_file():
-        raise ConfigurationError(f"weights {path} is not a file; give the path of the network's weights")
+    require_weights(path)
     try:
         return cast(dict[str, Any], timm.models.load_state_dict(path))
     except Exception as error:  # each format raises its own, and a damaged file any

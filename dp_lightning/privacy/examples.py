@@ -17,8 +17,9 @@ from torch import Tensor
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
+from dp_lightning.privacy.gradients.normalization import ContiguousBatchNorm
 from dp_lightning.privacy.gradients.recording import Recording
-from dp_lightning.privacy.gradients.refusals import BATCH_NORM, is_of_batch_norm
+from dp_lightning.privacy.gradients.refusals import UNTRAINED, explaining
 from dp_lightning.privacy.isolation import Isolation
 from dp_lightning.privacy.phases import Phases
 from dp_lightning.privacy.randomness import TrainingRandomness
@@ -54,10 +55,12 @@ class Examples:
 
     def add(self, loss: Loss, batch: ExampleBatch, total: ClippedSum) -> None:
         """Add the clipped gradients of the examples in ``batch``; the first batch of a logical step begins the step."""
+        together = self._mode == "together"
         if batch.place.piece == 0:
-            self._isolation.begin(together=self._mode == "together")
-        with self._phases.freezing(batch.place.step):
-            if self._mode == "together":
+            self._isolation.begin(together=together)
+        explains = explaining(lambda rows: self._error(loss, batch, rows), batch.seen, together=together)
+        with self._phases.freezing(batch.place.step), explains:
+            if together:
                 self._add_together(loss, batch, total)
             else:
                 self._add_one_by_one(loss, batch, total)
@@ -106,19 +109,30 @@ class Examples:
                     stacklevel=2,
                 )
 
+    def _error(self, loss: Loss, batch: ExampleBatch, rows: int) -> Exception | None:
+        """The error outside of vmap of the first example, or of the first and the last in one batch."""
+        before = [(each, each.detach().clone(), each.grad) for each in self._parameters.values()]
+        for each, *_ in before:
+            each.grad = None
+        self._isolation.begin(together=False)
+        try:
+            own = [x[[0, -1]].flatten(0, 1) if rows > 1 and isinstance(x, Tensor) else x[0] for x in batch.leaves]
+            with self._isolation.one_by_one(advances=False):
+                self._gradients(loss, unflatten(own, batch.structure))
+        except Exception as error:  # the user's code may raise anything
+            return error
+        finally:
+            for each, value, gradient in before:
+                each.data.copy_(value)
+                each.grad = gradient
+        return None
+
     def _gradients(self, loss: Loss, example: Any) -> dict[str, Tensor]:
         """Gradients (1, *shape) by parameter name, without the parameters that the loss does not use."""
-        try:
+        with ContiguousBatchNorm():
             value = _scalar(loss(example))
-        except ValueError as error:
-            if is_of_batch_norm(str(error)):
-                raise ModelError(BATCH_NORM) from error
-            raise
         if not value.requires_grad:
-            raise ModelError(
-                "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
-                "torch.no_grad()."
-            )
+            raise ModelError(UNTRAINED)
         trained = {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
         with torch.autocast(value.device.type, enabled=False):
             found = torch.autograd.grad(value, list(trained.values()), allow_unused=True)

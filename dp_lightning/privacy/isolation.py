@@ -79,7 +79,7 @@ class Isolation:
     @contextmanager
     def together(self, recording: Recording) -> Iterator[None]:
         """Context around a physical batch under vmap."""
-        state, generators = self._state(), _host_generators()
+        state, generators = self._state(), host_generators()
         try:
             yield
         finally:
@@ -94,7 +94,7 @@ class Isolation:
         if kept is not None:  # a buffer, which checkpoints save
             cure = BATCH_NORM if is_of_batch_norm(kept) else "Buffers are saved with the weights: do not assign to it."
             raise ModelError(f"training_step keeps a tensor of an example in the buffer {kept}. {cure}")
-        if not self._warned and _host_generators() != generators:
+        if not self._warned and host_generators() != generators:
             self._warned = True
             warnings.warn(f"training_step draws from numpy.random or random. {HOST_DRAW}", stacklevel=2)
 
@@ -199,7 +199,7 @@ def require_own_tensors(module: nn.Module, dataset: Any) -> None:
                 )
 
 
-def _host_generators() -> tuple[Any, ...]:
+def host_generators() -> tuple[Any, ...]:
     """The states of NumPy's and Python's global generators."""
     name, words, *rest = np.random.get_state()
     return name, np.asarray(words).tobytes(), *rest, random.getstate()

@@ -59,7 +59,7 @@ def checked_groups(found: Iterable[Any], where: str) -> list[Group]:
         DataError: naming the first element whose id is missing, of another kind, or unlike the others.
     """
     ids = found.tolist() if isinstance(found, Tensor | np.ndarray) else list(found)
-    result = [_group(group, f"{where}, element {place}") for place, group in enumerate(ids)]
+    result = [checked_group(group, f"{where}, element {place}") for place, group in enumerate(ids)]
     if len({type(group) for group in result}) > 1:
         raise DataError(
             f"{where}: some ids are numbers and some are text, so that one person may have two ids (7 and '7'). Write "
@@ -68,8 +68,8 @@ def checked_groups(found: Iterable[Any], where: str) -> list[Group]:
     return result
 
 
-def _group(found: Any, where: str) -> Group:
-    """One id.
+def checked_group(found: Any, where: str) -> Group:
+    """One id, as in ``checked_groups``.
 
     Raises:
         DataError: beginning with ``where``.

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 
 from scipy.optimize import brentq
 
@@ -23,6 +24,11 @@ _LARGEST_NOISE_MULTIPLIER = 1e6
 # The share of a target after which no further step is planned. With the last 1 %, as many steps again need three to
 # seven times the noise of those before (B/N from 0.02 to 0.3, epsilon from 1 to 8); with 0.01 %, thousands of times.
 _NEARLY_ALL = 0.99
+#: What to say of a plan that is ``priced_by_renyi``, with the setting.
+BEYOND_PRV = (
+    "PRV finds no epsilon below the Renyi bound here, so the bound stands in for it. {} may need less noise "
+    "(pip install 'dp-lightning[pld]')."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,11 @@ class RunShape:
     delta: float
 
     def __post_init__(self) -> None:
+        if self.num_train == 0:
+            raise ConfigurationError(
+                "The training set is empty (num_train is 0). Look at the folder or file that it is read from, and at "
+                "what is filtered out of it."
+            )
         check_count("num_train", self.num_train)
         check_count("expected_batch_size", self.expected_batch_size)
         check_count("num_steps", self.num_steps)
@@ -68,7 +79,7 @@ class RunShape:
         num_train: int,
         expected_batch_size: int,
         delta: float,
-        max_epochs: int | None,
+        max_epochs: int | Fraction | None,
         max_steps: int = -1,
         limit_train_batches: float = 1.0,
     ) -> "RunShape":
@@ -87,7 +98,8 @@ class RunShape:
         if max_epochs is not None and max_epochs != -1:
             epoch = steps_of_epoch(num_train, expected_batch_size)
             share = isinstance(limit_train_batches, float)
-            limits.append(max_epochs * int(epoch * limit_train_batches if share else min(epoch, limit_train_batches)))
+            taken = int(epoch * limit_train_batches if share else min(epoch, limit_train_batches))
+            limits.append(math.ceil(max_epochs * taken))
         if not limits:
             raise ConfigurationError(
                 "The number of steps must be known before the start. Set trainer.max_epochs or trainer.max_steps."
@@ -208,6 +220,11 @@ class PrivacyPlan(RunShape):
     def epsilons(self) -> dict[str, float | None]:
         """Epsilon of the whole plan by "prv", "rdp" and "pld"; None for "pld" where it is not installed."""
         return compose_all([(self.noise_multiplier, self.sample_rate, self.num_steps)], delta=self.delta)
+
+    @property
+    def priced_by_renyi(self) -> bool:
+        """Whether PRV finds no epsilon below the Renyi bound, such as for an epsilon of a million."""
+        return self.accountant == "prv" and self.noise_multiplier > 0 and self.epsilon() == self.epsilon("rdp")
 
     def noise_norm(self, *, num_parameters: int, sensitivity: float) -> float:
         """Root mean square norm of the noise in one privatized gradient, sigma * S * sqrt(d) / B.

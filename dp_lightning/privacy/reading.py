@@ -61,6 +61,11 @@ class ExampleBatch:
         """The batch on a device."""
         return self._changed(lambda leaf: sent(leaf, device))
 
+    def seen(self) -> str:
+        """What a loss sees of the batch, in words."""
+        shapes = [str(tuple(leaf.shape[1:])) for leaf in self.leaves if isinstance(leaf, Tensor)]
+        return f"a batch of one example, of shape {', '.join(shapes)}"
+
     def pin_memory(self) -> "ExampleBatch":
         """The batch in page-locked memory; a loader calls this method."""
         return self._changed(Tensor.pin_memory)

@@ -64,6 +64,7 @@ class PrivacyStatement:
         examples: how the loss saw one example at a time, ``together`` or ``one_by_one``.
         reproducible: all random numbers came from a seed that is written down.
         postprocessing: what was done to the privatized gradient, in words.
+        batch_norm: what was done to the module's BatchNorm layers before the run, in words.
         lost_steps: steps of the ledger that an interruption has lost: they are spent, and not in the weights.
         num_ranks: processes that took the latest steps together.
         run: name of the run, part of its journals' names.
@@ -85,6 +86,7 @@ class PrivacyStatement:
     examples: str = "together"
     reproducible: bool = False
     postprocessing: str = "none"
+    batch_norm: str = "none"
     lost_steps: int = 0
     num_ranks: int = 1
     run: str = ""

@@ -273,6 +273,11 @@ class PrivateStep:
         """How many examples of the logical batch have a gradient that is not finite; not private."""
         return self._sum.discarded
 
+    @property
+    def has_gradient(self) -> Tensor:
+        """Whether the sum of the logical batch is other than zero on this rank; not private."""
+        return self._sum.flat.any()
+
     def require_budget(self) -> None:
         """Refuse a step beyond the plan.
 

@@ -3,6 +3,7 @@
 import math
 
 from dp_lightning.models.batch_norm import fixed_statistics
+from dp_lightning.privacy.plan import BEYOND_PRV
 from dp_lightning.private_run.run import PrivateRun
 
 
@@ -41,6 +42,10 @@ def _notes(run: PrivateRun) -> list[str]:
             f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee and "
             "have to come from public data."
         )
+    elif run.batch_norm != "none":
+        notes.append(f"{run.batch_norm} (privacy.batch_norm).")
+    if run.plan.priced_by_renyi:
+        notes.append(BEYOND_PRV.format("privacy.accountant: pld"))
     if run.plan.noise_multiplier == 0:
         notes.append("No noise is added: this run is NOT PRIVATE.")
     elif reasons := [*sorted(record.faults), *(["it is reproducible"] if settings.reproducible else [])]:

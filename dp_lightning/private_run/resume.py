@@ -5,7 +5,7 @@
 Two objects hold the past of a run: its journal, and the entry ``private_run`` of a checkpoint, a `SavedRun`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,8 +209,6 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
 def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> str | None:
     """The newest checkpoint of a private run in the folders where runs of this configuration leave checkpoints.
 
-    A checkpoint that cannot be loaded is skipped with a warning.
-
     Args:
         trainer: a trainer before its run.
         weights_only: as `PrivateCheckpointIO` takes it.
@@ -226,6 +224,23 @@ def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> 
     logs = [folder for root in roots for folder in sorted(root.glob("*")) if folder.is_dir()]
     logs.append(Path(trainer.default_root_dir))
     folders = [*(Path(folder) for folder in given if folder), *logs, *(folder / "checkpoints" for folder in logs)]
+    if (path := newest_checkpoint(folders, weights_only)) is None:
+        rank_zero_warn(
+            f"ckpt_path is 'last', but there is no checkpoint in {', '.join(map(str, folders))}: this is a new run. If "
+            "you meant another one, stop here and give its checkpoint, or its trainer.default_root_dir."
+        )
+    return path
+
+
+def newest_checkpoint(folders: Iterable[Path], weights_only: bool | None = None) -> str | None:
+    """The newest checkpoint of a private run in these folders; one that cannot be loaded is skipped with a warning.
+
+    Returns:
+        None where there is no checkpoint.
+
+    Raises:
+        ConfigurationError: when there are checkpoints, and none of them can be loaded.
+    """
     paths = {path for folder in folders for path in folder.glob("*.ckpt")}
     broken = ""
     for path in sorted(paths, key=lambda path: (path.stat().st_mtime, path), reverse=True):
@@ -238,12 +253,8 @@ def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> 
             broken += f" {path.name} does not load: {error}"
             continue
         if broken:
-            rank_zero_warn(f"Resuming from {path}, which loads.{broken}")
+            rank_zero_warn(f"ckpt_path 'last' is {path}, which loads.{broken}")
         return str(path)
     if broken:
         raise ConfigurationError(f"ckpt_path is 'last', but no checkpoint can be loaded.{broken}")
-    rank_zero_warn(
-        f"ckpt_path is 'last', but there is no checkpoint in {', '.join(map(str, folders))}: this is a new run. If you "
-        "meant another one, stop here and give its checkpoint, or its trainer.default_root_dir."
-    )
     return None

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,7 +19,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader
 
-from dp_lightning.errors import BudgetError, ConfigurationError
+from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
+from dp_lightning.models.batch_norm import freeze_batch_norm
 from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.journal import journal_name
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -32,13 +34,23 @@ from dp_lightning.private_run.data_checks import check_hyperparameters, require_
 from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
 from dp_lightning.private_run.resume import RUNS, RunHistory, SavedRun, plan_of_fit
+from dp_lightning.private_run.schedule_trial import try_schedules
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.step_logging import StepLogging
-from dp_lightning.private_run.trainer_checks import check_optimizers
+from dp_lightning.private_run.trainer_checks import check_optimizers, require_step
 from dp_lightning.strategies.private import trainer_ranks
 
 # Epsilon by PRV costs a tenth of a second to a second, so a run computes its epsilon this many times.
 _EPSILON_UPDATES = 20
+
+# Of so many examples one has a gradient, where anything can be learned; a hinge may be at rest for a few.
+_FEW = 8
+_NOTHING_LEARNED = (
+    "Nothing can be learned: the gradient of every example so far is {}. The step sees a batch of one example, which "
+    "has no other rows to compare with: no pairs, triplets or negatives, and no standard deviation over rows. Use a "
+    "loss that one example has by itself, such as cross-entropy; with privacy.augmult, the batch has several views of "
+    "its example."
+)
 
 
 def folder_of_run(trainer: pl.Trainer, run: str) -> Path:
@@ -115,9 +127,11 @@ class PrivateRun:
         step: the private mechanism.
         budget: epsilon of the steps that are taken, and of those to come.
         postprocessing: what acts on the privatized gradient, in words; other callbacks add to this list.
+        batch_norm: what became of BatchNorm layers, in words.
         weights: returns the weights of which the statement speaks: those of the module, unless a callback averages.
         on_physical_batch: functions to be called after each physical batch, with the number of the batch in its step,
             from 1, and the number of batches of the step.
+        counted: number of examples so far on this rank; None once one had a gradient, and where none has to have one.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
 
@@ -136,6 +150,7 @@ class PrivateRun:
     ) -> None:
         self.trainer, self.module, self.settings, self.history = trainer, module, settings, history
         self.postprocessing: list[str] = []
+        self.batch_norm = "none"
         self.weights: Callable[[], Mapping[str, Any]] = module.state_dict
         self.on_physical_batch: list[Callable[[int, int], None]] = []
         self.stop_requested = self.stopping = False
@@ -152,6 +167,7 @@ class PrivateRun:
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._logging = StepLogging(module)
         self._index = 0  # number of the step in its epoch
+        self.counted: int | None = 0
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.step = self._private_step(loader)
         self._physical = PhysicalLoader(loader, self.step)
@@ -225,6 +241,7 @@ class PrivateRun:
             BudgetError: when no step is left.
         """
         check_optimizers(self.trainer, self.step.parameters.values())
+        require_step(self.trainer.optimizers[0])
         self.history.unprotected.check(self.trainer)
         if self.history.saved is not None:
             self.step.load_state_dict(dict(self.history.saved.step))
@@ -245,13 +262,14 @@ class PrivateRun:
                 )
 
     def training_starts(self) -> None:
-        """Compare the ranks' data, and warn if a batch's loss is not the mean over its examples."""
+        """Try the schedules, compare the ranks' data, and warn if a batch's loss is not the mean over its examples."""
         disk, reader = self.settings.disk, self.step.reader
         if disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
             raise ConfigurationError(
                 f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
                 "into the transforms of PostProcessCallback."
             )
+        try_schedules(self.trainer, self.module, self.plan.num_steps - self.history.ledger.num_steps)
         self._first = self.trainer.global_step
         self._log_epsilon()
         require_held_out(reader.dataset, self.trainer.val_dataloaders)
@@ -266,17 +284,39 @@ class PrivateRun:
     def take_step(self, batch: LogicalBatch) -> None:
         """Add up the clipped gradients of a step's physical batches, and log what ``training_step`` logs."""
         self._index = int(batch.step)
+        if self.settings.batch_norm == "freeze":  # module.train() of a hook has undone it
+            freeze_batch_norm(self.module)
         with self._logging.logical_batch():
             for physical in self._physical.next_step(int(self.trainer.num_training_batches) - self._index):
                 with self._logging.physical_batch(physical.counted):
                     self.step.accumulate(physical)
+                if self.counted is not None:
+                    self.counted += int(physical.counted.sum())
                 for tell in self.on_physical_batch:
                     tell(physical.place.piece + 1, physical.place.pieces)
 
     def release(self) -> None:
         """Put the privatized gradient into ``.grad``, before the hooks of any callback."""
         self.history.unprotected.add_non_finite(self.step.discarded)
+        self._require_gradients()
         self.stopping = self.step.release(stop=self.stop_requested)
+
+    def _require_gradients(self) -> None:
+        """Refuse first steps in which no example, on any rank, has a gradient; after the first one it looks no more.
+
+        Raises:
+            ModelError: where the gradient of every example is zero or not finite.
+        """
+        if self.counted is None:
+            return
+        discarded = self.step.discarded
+        found = torch.stack([torch.full_like(discarded, self.counted), discarded, self.step.has_gradient.long()])
+        self._ranks.add_up(found)
+        counted, not_finite, learns = found.tolist()
+        if learns:
+            self.counted = None
+        elif counted >= _FEW:
+            raise ModelError(_NOTHING_LEARNED.format("NaN, infinite or zero" if not_finite else "zero"))
 
     def _loss(self, batch: Any) -> Any:
         """The loss of the module's ``training_step`` on a batch of one example."""
@@ -354,6 +394,7 @@ class PrivateRun:
         return self.step.statement(
             unprotected=tuple(sorted(history.unprotected.names)),
             postprocessing=", then ".join(self.postprocessing) or "none",
+            batch_norm=self.batch_norm,
             lost_steps=history.ledger.num_steps - self._in_weights,
             weights=digest_of(self.weights() if weights is None else weights),
         )

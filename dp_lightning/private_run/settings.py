@@ -59,6 +59,10 @@ class PrivacySettings:
             post-processing. None is the gradient at the parameters.
         frozen_until: parameters that stay frozen at first, as patterns of their names to shares of the planned steps,
             such as ``{"model.blocks.*": 0.3}``. It costs no privacy, and their noise is left out with them.
+        batch_norm: what becomes of BatchNorm layers before the optimizer is made. ``refuse``: nothing, and a step that
+            trains one is an error. ``group``: each becomes a GroupNorm with its scale and shift. ``freeze``: each stays
+            in evaluation mode with its running statistics, which have to come from public data, and its scale and shift
+            are not trained.
         earlier_training: on what the weights were trained before the run. ``same_data``: private steps that are known
             count in this run's epsilon, and steps without privacy in this process keep it from release. ``other_data``:
             on other people's data, or public data, by your word; the statement says so.
@@ -85,12 +89,13 @@ class PrivacySettings:
     augmult: int = 1
     disk: DiSK | None = None
     frozen_until: dict[str, float] | None = None
+    batch_norm: Literal["refuse", "group", "freeze"] = "refuse"
     earlier_training: Literal["same_data", "other_data"] = "same_data"
 
     def __post_init__(self) -> None:
         self._check_noise()
-        pairs = {"unit_of_privacy": ("example", "group"), "earlier_training": ("same_data", "other_data")}
-        for name, choices in pairs.items():
+        known = {"unit_of_privacy": ("example", "group"), "earlier_training": ("same_data", "other_data")}
+        for name, choices in {**known, "batch_norm": ("refuse", "group", "freeze")}.items():
             if getattr(self, name) not in choices:
                 raise ConfigurationError(
                     f"privacy.{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}."

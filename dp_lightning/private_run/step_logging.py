@@ -114,7 +114,7 @@ class StepLogging:
     def begin_example(self) -> None:
         """Note that the loss is called next, for all examples together or for the next example."""
         self._example += 1
-        self._mine = self._counted if level() is not None else [self._counted[self._example]]
+        self._mine = self._counted if level() is not None else self._counted[self._example : self._example + 1]
 
     # Numbers
 

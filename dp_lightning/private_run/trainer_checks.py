@@ -1,14 +1,16 @@
 """Settings of Trainer and module that a private run cannot have, refused together, each with what to change."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import callbacks as standard
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_internals import was_compiled
@@ -31,6 +33,18 @@ Row = tuple[bool, str]
 """Whether a setting is refused, and the message."""
 
 
+#: What is wrong with a class for which ``is_of_the_other_package`` holds.
+OF_THE_OTHER_PACKAGE = (
+    "is of the package pytorch_lightning, and dp_lightning builds on the package lightning. Write import "
+    "lightning.pytorch as pl instead, for Trainer, LightningModule, data module, callbacks and loggers."
+)
+
+
+def is_of_the_other_package(kind: type) -> bool:
+    """Whether a class inherits from pytorch_lightning, which has the classes of lightning.pytorch a second time."""
+    return any(base.__module__.partition(".")[0] == "pytorch_lightning" for base in kind.__mro__)
+
+
 def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Refuse what cannot be trained privately; nothing of the data is touched.
 
@@ -38,11 +52,7 @@ def check_settings(trainer: pl.Trainer, module: pl.LightningModule) -> None:
         ConfigurationError: with a line for each setting.
     """
     if not isinstance(trainer, pl.Trainer):  # Lightning itself refuses a module of the other package
-        package = type(trainer).__module__.partition(".")[0]
-        raise ConfigurationError(
-            f"The Trainer is of the package {package}, and dp_lightning builds on the package lightning. Write import "
-            "lightning.pytorch as pl instead, for Trainer, LightningModule and callbacks."
-        )
+        raise ConfigurationError(f"The Trainer {OF_THE_OTHER_PACKAGE}")
     refuse(
         *_of_the_trainer(trainer),
         *_of_the_processes(trainer),
@@ -117,6 +127,7 @@ def _of_the_callbacks(trainer: pl.Trainer) -> Iterator[Row]:
     yield len(private) > 1, "trainer.callbacks has several PrivacyCallbacks, and a run has one plan. Leave one."
     for callback in callbacks:
         name = type(callback).__name__
+        yield is_of_the_other_package(type(callback)), f"The callback {name} {OF_THE_OTHER_PACKAGE}"
         for kind, reason in _CALLBACKS:
             yield isinstance(callback, kind), f"trainer.callbacks has {name}: {reason}. Remove it."
 
@@ -168,3 +179,28 @@ def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
             "exists for it. Build the optimizer from self.parameters().",
         ),
     )
+
+
+def require_step(optimizer: optim.Optimizer) -> None:
+    """Let a copy of an optimizer take a step on numbers of its own; an optimizer that cannot be copied is not tried.
+
+    Raises:
+        ConfigurationError: where the step fails, as on gradients that are not sparse.
+    """
+    held = [each for group in optimizer.param_groups for each in group["params"]]
+    ones: dict[int, Any] = {id(each): nn.Parameter(torch.ones_like(each), each.requires_grad) for each in held}
+    for each in ones.values():
+        each.grad = torch.ones_like(each) if each.requires_grad else None
+    try:
+        tried: Any = object.__new__(type(optimizer))
+        own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # schedules wrap the step
+        vars(tried).update(copy.deepcopy(own, ones))
+    except Exception:  # whatever the optimizer's own code raises
+        return
+    try:
+        tried.step(closure=lambda: torch.zeros(()))
+    except Exception as error:
+        raise ConfigurationError(
+            f"optimizer {type(optimizer).__name__} cannot take a step on a privatized gradient, which is an ordinary "
+            f"dense tensor without a graph ({type(error).__name__}: {error}). Use SGD, Adam or AdamW."
+        ) from error

@@ -57,6 +57,25 @@ def test_noise_for_a_budget_and_epochs(capsys: pytest.CaptureFixture) -> None:
     assert result["epsilon"]["prv"] <= 2 < spent(70, result["num_steps"], result["noise_multiplier"] * 0.999)
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [("2.5", 35), ("0.01", 1), ("7/2", 49), ("2.3", 33)])
+def test_epochs_may_be_fractions(capsys: pytest.CaptureFixture, epochs: str, steps: int) -> None:
+    """Of 14 steps each; a step that is begun counts."""
+    assert answer(capsys, f"--noise-multiplier 1 --epochs {epochs} --batch-size 70")["num_steps"] == steps
+    answer(capsys, f"--noise-multiplier 1 --epochs {epochs} --epsilon 2 --accountant rdp")  # the batch size is found
+
+
+@pytest.mark.parametrize("epsilon", ["1e6", "1e5", "3"])
+def test_an_epsilon_that_prv_cannot_price_is_said(capsys: pytest.CaptureFixture, epsilon: str) -> None:
+    plan = f"--epsilon {epsilon} --steps 50 --batch-size 20 --num-train 1000 --delta 1e-5"
+    noise = {}
+    for accountant in ("prv", "pld"):
+        main(["account", *plan.split(), "--accountant", accountant])
+        shown = capsys.readouterr().out
+        assert ("--accountant pld may need less noise" in shown) == (accountant == "prv" and epsilon != "3")
+        noise[accountant] = float(shown.split()[2])
+    assert noise["pld"] <= noise["prv"]
+
+
 def test_most_steps_within_a_budget(capsys: pytest.CaptureFixture) -> None:
     steps = answer(capsys, "--epsilon 2 --noise-multiplier 1 --batch-size 20 --accountant rdp")["num_steps"]
     assert spent(20, steps, 1.0, "rdp") <= 2 < spent(20, steps + 1, 1.0, "rdp")
@@ -92,6 +111,8 @@ def test_without_a_folder_the_numbers_of_a_plan_are_asked_for(capsys: pytest.Cap
         ("--epsilon 2", "give exactly three of --epsilon, --noise-multiplier, --steps or --epochs, --batch-size"),
         ("--noise-multiplier 1 --steps 5 --epochs 5 --batch-size 20", "not allowed with"),
         ("--noise-multiplier 1 --steps 0 --batch-size 20", "steps"),
+        ("--noise-multiplier 1 --epochs nan --batch-size 20", "invalid Fraction value: 'nan'"),
+        ("--noise-multiplier 1 --epochs 0.0 --batch-size 20", "leave no step"),
         ("--noise-multiplier 1 --steps 5 --batch-size 2000", "expected_batch_size"),
         ("--noise-multiplier 1 --steps 5 --batch-size 20 --delta 0.5", "delta must be below 1/num_train"),
         ("--epsilon 0.1 --noise-multiplier 0.1 --batch-size 500", "--steps or --epochs: 1 already spends more"),

@@ -11,10 +11,12 @@ import torch
 
 from dp_lightning.cli import main
 from dp_lightning.commands import export as export_module
+from dp_lightning.commands.analysis_run import AnalysisRun
 from dp_lightning.commands.verify import verify
 from dp_lightning.datamodules import Digits
 from dp_lightning.errors import DataError
 from dp_lightning.lightning_modules import LinearProbeModule, SmallCNNModule, TimmModule
+from dp_lightning.models import batch_norm_to_group_norm
 from dp_lightning.models.feature_network import FeatureNetwork
 from dp_lightning.privacy.exported import statement_of
 from dp_lightning.privacy.statement import STATEMENT
@@ -168,13 +170,47 @@ def test_an_edit_of_any_file_of_an_export_is_found(finished_run, tmp_path):
         assert any(wrong for _, wrong in verify(out))
 
 
+def predictions(folder):
+    rows = (folder / "predictions.csv").read_text().splitlines()
+    names = rows[0].split(",")
+    return torch.tensor([[float(row.split(",")[names.index(f"p{k}")]) for k in range(10)] for row in rows[1:]])
+
+
+def test_a_network_whose_batch_norm_was_replaced_is_resumed_predicted_analysed_and_exported(tmp_path, capsys):
+    noise = ("--privacy.target_epsilon", "null", "--privacy.noise_multiplier", "1")
+    numbers = ("--privacy.expected_batch_size", "200", *noise)
+    model = ("--model", "TimmModule", "--model.name", "test_efficientnet", "--privacy.batch_norm", "group")
+    fit(tmp_path / "run", *model, *numbers, "--trainer.max_steps", "2")
+    assert "BatchNorm layers (model.bn1 to " in capsys.readouterr().out
+    path, quiet = checkpoint_of(tmp_path / "run"), ("--trainer.logger", "false", "--trainer.accelerator", "cpu")
+    fit(tmp_path / "more", "--ckpt_path", str(path), *numbers, "--trainer.max_steps", "3")
+    statement = json.loads((tmp_path / "more" / "privacy_statement.json").read_text())
+    assert statement["num_steps"] == 3
+    assert "became GroupNorm" in statement["batch_norm"]
+    assert export("--ckpt-path", path, "--out", tmp_path / "out") == 0
+    # The configuration has another model and no such setting: both come from the checkpoint.
+    main(["predict", "digits", "--ckpt_path", str(path), *quiet, "--trainer.default_root_dir", str(tmp_path / "csv")])
+    module = batch_norm_to_group_norm(TimmModule("test_efficientnet", num_classes=10, in_channels=1)).eval()
+    module.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    images = digits()
+    expected = module(images).detach()
+    # Behind the last layers an image is one pixel, and rounding grows where the two values of a group are close.
+    np.testing.assert_allclose(logits_of(tmp_path / "out", images), expected, rtol=0, atol=1e-2)
+    torch.testing.assert_close(predictions(tmp_path / "csv"), expected.softmax(1), rtol=0, atol=1e-3)
+    assert json.loads((tmp_path / "out" / "model.json").read_text())["batch_norm"] == "group"
+    analysed = AnalysisRun(["--config", "digits", *model, *numbers], path).module.model.state_dict()
+    torch.testing.assert_close(analysed, module.model.state_dict(), rtol=0, atol=0)
+
+
 def test_pretrained_weights_are_not_loaded_again(tmp_path):
     weights = tmp_path / "network.pth"
-    torch.save(timm.create_model("test_efficientnet").state_dict(), weights)
+    network = timm.create_model("test_efficientnet")
+    network.bn1.running_mean.fill_(0.1)  # it has seen data
+    torch.save(network.state_dict(), weights)
     fit(
         tmp_path / "run",
         *("--model", "TimmModule", "--model.name", "test_efficientnet", "--model.weights", str(weights)),
-        *("--model.batch_norm", "frozen", "--model.trained", "head", "--model.input_size", "32"),
+        *("--privacy.batch_norm", "freeze", "--model.trained", "head", "--model.input_size", "32"),
         *("--privacy.expected_batch_size", "16", "--trainer.max_steps", "1"),
     )
     path = checkpoint_of(tmp_path / "run")

@@ -1,6 +1,7 @@
 """`dpl init`: what it finds in a folder, what it refuses, and that the file it writes runs as it is."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 import timm
 import torch
 import yaml
+from depths import dicom, pillow, tiff
+from depths import tree as slices_in
 from PIL import Image
 
+from dp_lightning import datamodules
 from dp_lightning.cli import main
-from dp_lightning.commands.starting_configuration import Model, delta_for, start_of
+from dp_lightning.commands.starting_configuration import Model, delta_for, proposed_window, start_of
 from dp_lightning.datamodules import ImageFolder, NpzImages
 
 NOISE = np.random.default_rng(0)
@@ -153,13 +157,15 @@ def test_a_delta_that_lets_persons_be_published_is_told_so(photos, capsys, delta
     assert written()["privacy"]["delta"] == (delta or 1e-3)
 
 
-def test_a_folder_of_classes_alone_is_told_how_to_be_split(photos, capsys):
+@pytest.mark.parametrize("option", ["", "--epsilon 5"])
+def test_a_folder_of_classes_alone_is_told_how_to_be_split(photos, capsys, option):
     flat = (photos / "train").rename("flat")
-    told = refused(capsys, str(flat))
+    told = refused(capsys, str(flat), *option.split())
     (command,) = [line for line in told.splitlines() if line.startswith("  mkdir")]
     make, _, init = command.rpartition(" && ")
     subprocess.run(make, shell=True, check=True)
-    assert init == "dpl init flat_run"
+    assert init == f"dpl init flat_run {option}".strip()
+    assert refused(capsys, str(flat), *option.split()).splitlines()[-1].strip() == init  # the link is there now
     main([*init.split()[1:], "--from-scratch"])
     settings = written("flat_run.yaml")["data"]["init_args"]
     assert settings["val_fraction"] == 0.1
@@ -180,6 +186,65 @@ def test_an_npz_file_has_its_own_size(capsys):
     assert "shorter side: 28 pixels (median); grey" in shown
 
 
+@pytest.mark.parametrize(
+    ("suffix", "write", "window", "range_", "left"),
+    [
+        (".png", pillow, [896, 1088], r"9\d\d to 1,\d\d\d", 2),
+        (".tif", tiff, [896, 1088], r"9\d\d to 1,\d\d\d", 2),
+        (".dcm", dicom, [-128, 64], r"-1\d\d to \d\d", 2),
+        (".npz", None, [896, 1088], r"9\d\d to 1,\d\d\d", 2),
+    ],
+)
+def test_more_than_8_bits_are_told_with_their_range_and_get_a_window(capsys, suffix, write, window, range_, left):
+    if write is dicom:
+        pytest.importorskip("pydicom")
+    data = slices_in(Path("scans"), write or pillow, suffix if write else ".png", train=30, test=5)
+    if write is None:
+        data, arrays = Path("scans.npz"), {}
+        for split in ("train", "test"):
+            files = sorted(Path("scans", split).glob("*/*.png"))
+            arrays[f"{split}_images"] = np.stack([np.array(Image.open(file)) for file in files])
+            arrays[f"{split}_labels"] = np.array([int(file.parent.name == "lesion") for file in files])
+        np.savez(data, **arrays)
+    main(["init", str(data), "--from-scratch"])
+    shown = capsys.readouterr().out
+    told = rf"values: {range_}, of more than 8 bits\n  With 0 to 65,535 .* {left} of 256 levels are left, which are few"
+    assert re.search(told, shown)
+    assert "is a proposal: replace it by what is known of such images" in shown
+    assert written("scans.yaml")["data"]["init_args"]["window"] == window
+    text = Path("scans.yaml").read_text()
+    assert "follow from the lowest and the highest value of the images without noise. Replace them" in text
+    found = written("scans.yaml")["data"]
+    pixels = torch.stack(
+        [image for image, _ in getattr(datamodules, found["class_path"])(**found["init_args"]).train_dataset]
+    )
+    assert pixels.unique().numel() > 150
+    assert 0 < pixels.min() < 40 < 215 < pixels.max() <= 255
+
+
+def test_images_of_8_bits_among_others_are_counted(photos, capsys):
+    for name in NAMES:
+        pillow(photos / "train" / name / "deep.png", NOISE.integers(0, 60_000, (14, 12)).astype(np.uint16))
+    main(["init", "photos", "--from-scratch"])
+    shown = capsys.readouterr().out
+    assert "60 other images have 8 bits, and the window is applied to their values too" in shown
+    assert "are few" not in shown
+
+
+@pytest.mark.parametrize(
+    ("values", "window"),
+    [
+        ((0, 4095), [0, 4096]),
+        ((0, 65_535), [0, 65_536]),
+        ((-1024, 3071), [-1024, 3072]),
+        ((0.0, 1.0), [0, 1]),
+        ((5, 5), [5, 5.0625]),
+    ],
+)
+def test_a_proposed_window_holds_all_values_and_is_round(values, window):
+    assert proposed_window(*values) == window
+
+
 def test_folders_inside_the_class_folders_are_persons():
     tree(Path("scans"), person=lambda number: f"p{number // 3}")
     main(["init", "scans", "--from-scratch"])
@@ -191,12 +256,153 @@ def test_folders_inside_the_class_folders_are_persons():
     assert found["privacy"]["expected_batch_size"] == 2
 
 
-def test_a_table_names_the_persons(photos):
-    rows = [f"train/{name}/{number}.png,p{number % 12},7" for name in NAMES for number in range(30)]
+@pytest.mark.parametrize("text", ["file,owner\ndark/0.png,7\n", "file,age\n0,8\n", "file\n0,8\n"])
+def test_another_table_leaves_the_folders_of_classes_to_say_the_labels(photos, capsys, text):
+    (photos / "train").rename("flat")
+    Path("flat/owners.csv").write_text(text)
+    assert "flat_run/train && dpl init flat_run" in refused(capsys, "flat")
+    said = refused(capsys, "flat", "--label-file", "flat/owners.csv")
+    assert "Give --label-column" in said or "line 2: the row has 2 cells" in said
+
+
+@pytest.mark.parametrize("folders", [("part_1", "part_2"), ("images", "masks"), ("train", "test")])
+def test_a_table_comes_before_folders_that_are_no_classes(folders):
+    for number, kind in enumerate(NAMES * 20):
+        write_image(Path("scans", folders[number // 30], f"{number}.png"), NAMES.index(kind))
+    lines = [f"lesion{k},{k},{kind},consensus,{40 + k}" for k, kind in enumerate(NAMES * 20)]
+    Path("scans/metadata.csv").write_text("\n".join(["lesion_id,image_id,dx,dx_type,age", *lines]))
+    main(["init", "scans", "--from-scratch"])
+    data = written("scans.yaml")["data"]
+    assert (data["class_path"], data["init_args"]["label_column"]) == ("ImageTable", "dx")
+    assert ("val_fraction" in data["init_args"]) == ("test" not in folders)
+
+
+@pytest.mark.parametrize("before", ["", "train/", "photos/train/"])
+def test_a_table_names_the_persons(photos, before):
+    rows = [f"{before}{name}/{number}.png,p{number % 12},7" for name in NAMES for number in range(30)]
     Path("owners.csv").write_text("\n".join(["file,patient,age", *rows]))
     main(["init", "photos", "--group-file", "owners.csv", "--group-column", "patient", "--from-scratch"])
     assert written()["privacy"]["unit_of_privacy"] == "group"
     assert ImageFolder(**written()["data"]["init_args"]).num_train_groups == 12
+
+
+def flat(root="scans", count=40, split=""):
+    """Images of both kinds in one folder; even numbers are dark."""
+    for number in range(count):
+        write_image(Path(root, "images", split, f"{number}.png"), number % 2)
+    return [NAMES[number % 2] for number in range(count)]
+
+
+KINDS = [NAMES[number % 2] for number in range(40)]
+PERSONS = [f"{k},{k},{kind},p{k // 4}" for k, kind in enumerate(KINDS)]
+MEASURED = {"image_column": "image", "label_column": "diagnosis"}
+
+
+@pytest.mark.parametrize(
+    ("table", "header", "lines", "options", "settings"),
+    [
+        ("scans/train.csv", "image,diagnosis", [f"{k},{kind}" for k, kind in enumerate(KINDS)], [], MEASURED),
+        ("all.csv", "image;diagnosis", [f"{k}.png;{kind}" for k, kind in enumerate(KINDS)], [], MEASURED),
+        (
+            "scans/tables/x.tsv",
+            "image\tdiagnosis",
+            [f"images/{k}.png\t{v}" for k, v in enumerate(KINDS)],
+            [],
+            MEASURED,
+        ),
+        ("scans/train.csv", "row,image,diagnosis,Patient ID", PERSONS, [], MEASURED | {"group_column": "Patient ID"}),
+        (
+            "scans/train.csv",
+            "row,image,diagnosis,mrn",
+            PERSONS,
+            ["--person-column", "mrn", "--image-column", "row"],
+            {"image_column": "row", "label_column": "diagnosis", "group_column": "mrn"},
+        ),
+        (
+            "scans/train.csv",
+            "image,kind",
+            [f"{k},{kind}" for k, kind in enumerate(KINDS)],
+            ["--label-column", "kind"],
+            {"image_column": "image", "label_column": "kind"},
+        ),
+        (
+            "scans/train.csv",
+            "image,dim,bright,sex",
+            [f"{k},{1 - k % 2},{k % 2},f" for k in range(40)],
+            [],
+            {"image_column": "image", "label_column": ["dim", "bright"]},
+        ),
+        (
+            "scans/train.csv",
+            "image,Finding Labels",
+            [f"{k},{('a', 'b', 'a|b')[k % 3]}" for k in range(40)],
+            [],
+            {"image_column": "image", "label_column": "Finding Labels", "label_separator": "|"},
+        ),
+    ],
+)
+def test_a_table_of_labels_is_found_and_named(capsys, table, header, lines, options, settings):
+    flat()
+    Path(table).parent.mkdir(exist_ok=True)
+    Path(table).write_text("\n".join([header, *lines]))
+    Path("other.csv").write_text("run,accuracy\n1,2,3\n")  # of something else, and malformed
+    main(["init", "scans", "--from-scratch", *options])
+    shown, data = capsys.readouterr().out, written("scans.yaml")["data"]
+    assert data["class_path"] == "ImageTable"
+    found = data["init_args"]
+    assert found.pop("label_file") == table
+    assert f"label_file: {table}\nlabel_column: {settings['label_column']}\n" in shown
+    assert "give --label-file, --label-column, --image-column and --person-column" in shown
+    own = {"root", "val_fraction", "image_size", "augment"}
+    assert {name: value for name, value in found.items() if name not in own} == settings
+    assert ("unit_of_privacy" in written("scans.yaml")["privacy"]) == ("group_column" in settings)
+    assert ["all", "40"] in [line.split() for line in shown.splitlines()]
+
+
+def test_a_run_trains_on_a_table_as_it_is_written():
+    flat()
+    lines = [f"{k},{kind},{'test' if k > 29 else 'train'}" for k, kind in enumerate(KINDS)]
+    Path("scans/labels.csv").write_text("\n".join(["image,label,split", *lines]))
+    main(["init", "scans", "--from-scratch"])
+    main(["fit", "--config", "scans.yaml", *SHORT])
+    assert json.loads(Path("lightning_logs/version_0/privacy_statement.json").read_text())["num_train"] == 30
+
+
+@pytest.mark.parametrize(
+    ("files", "text", "options", "message"),
+    [
+        (["images/0.png"], None, [], "or give a table of their labels by --label-file"),
+        (["images/0.png"], "image,kind\n0,dark", [], "which has the labels: kind? Give --label-column"),
+        (["images/0.png"], "image,label\n0,dark,x", [], "scans/train.csv, line 2: the row has 3 cells"),
+        (
+            ["images/0.png"],
+            "image,label\n0,dark",
+            ["--label-column", "kind"],
+            "has no column 'kind'; it has image, label",
+        ),
+        (["0.nii", "a/1.nii"], None, [], "scans holds 2 x .nii. The names of images end with"),
+        (["cat/0.heic", "dog/1.heic"], None, [], "scans holds 2 x .heic"),
+        (["train/cat/0.nii", "train/dog/1.nii"], None, [], "scans/train holds 2 x .nii"),
+    ],
+)
+def test_a_folder_without_labels_or_images_is_told_what_it_holds(capsys, files, text, options, message):
+    for file in files:
+        write_image(Path("scans", file).with_suffix(".png"))
+        Path("scans", file).with_suffix(".png").rename(Path("scans", file))
+    if text is not None:
+        Path("scans/train.csv").write_text(text)
+    said = refused(capsys, "scans", *options)
+    assert message in said
+    assert "ln -s" not in said
+
+
+@pytest.mark.parametrize("other", ["holdout", "masks", "extra"])
+def test_what_is_passed_over_is_named_before_images_are_held_out(capsys, other):
+    tree(Path("photos"), splits=(("Training", 20), (other, 2)))
+    with pytest.warns(UserWarning, match=f"The images in photos/{other} are not read"):
+        main(["init", "photos", "--from-scratch"])
+    shown = capsys.readouterr().out
+    assert "No images for validation or test were found: 4 of the 40 training images are held out" in shown
 
 
 @pytest.mark.parametrize(
@@ -206,7 +412,7 @@ def test_a_table_names_the_persons(photos):
         (["notes.txt"], "notes.txt is neither a folder nor an .npz"),
         (["empty"], "empty/train is missing. Put the images into empty/train/<class>/"),
         (["photos", "--from-scratch", "--backbone", "resnet50"], "not allowed with argument"),
-        (["photos", "--group-file", "owners.csv"], "name its column with the person ids by --group-column"),
+        (["photos", "--group-file", "owners.csv"], "name its column with the person ids by --person-column"),
         (["one"], "images of one class, dark; a classifier tells at least 2 classes apart"),
         (["photos", "--backbone", "vit_smal"], "timm has no model 'vit_smal'"),
         (["photos", "--from-scratch", "--epsilon", "-1"], "target_epsilon must be a finite number above 0"),

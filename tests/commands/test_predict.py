@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from dp_lightning import datamodules
 from dp_lightning.cli import main
@@ -120,14 +120,18 @@ def test_files_that_cannot_be_read_are_left_out_and_listed(run, images, tmp_path
     (photos / "benign" / "0.png").write_bytes(b"")
     (photos / "malignant" / "3.png").write_text("<html>not found</html>")
     (photos / "of no kind" / "5.png").write_bytes((photos / "of no kind" / "5.png").read_bytes()[:-60])
+    others = [photos / name for name in ("phone.heic", "benign/scan.NII", "notes")]
+    for file in others:
+        file.touch()
     settings = ["--data", "ImageFiles", "--data.root", str(photos), "--data.batch_size", "4"]
     found = predict(run, tmp_path / "out", *settings, "--data.num_workers", "1")
     bad = [str(photos / name) for name in ("benign/0.png", "malignant/3.png", "of no kind/5.png")]
     assert found == [row for row in whole if row["file"] not in bad]
     printed = capsys.readouterr().out
     assert f"{bad[0]}: it is empty\n" in printed
-    assert f"{bad[1]}: it is not an image of a known format\n" in printed
+    assert f"{bad[1]}: it is not an image of a known format" in printed
     assert f"{bad[2]}: " in printed
+    assert all(f"{file}: its name does not end as those of images do\n" in printed for file in others)
 
 
 def test_a_prediction_of_nothing_but_bad_files_is_an_error(run, tmp_path, capsys):
@@ -155,8 +159,19 @@ def input_by_the_contract(given, path):
     """The network's input (1, C, H, W) for an image file, with PIL and what ``model.json`` says of the input."""
     assert given["layout"] == "NCHW"
     assert given["resize"]["interpolation"].startswith("bilinear, antialiased")
+    assert given["exif_orientation"].startswith("applied first")
     with Image.open(path) as file:
-        image = file.convert("RGB")
+        image = ImageOps.exif_transpose(file)
+    if given["window"] is None:
+        assert given["pixel"] == "8 bits of the file"
+    else:
+        assert given["pixel"].startswith(
+            "(value - window[0]) / (window[1] - window[0]) * 255 of each value in the file"
+        )
+        low, high = given["window"]
+        values = np.rint((np.array(image) - low) / (high - low) * 255)
+        image = Image.fromarray(values.clip(0, 255).astype(np.uint8))
+    image = image.convert("RGB")
     side, short = given["resize"]["shorter_side"], min(image.size)
     assert given["resize"]["longer_side"].startswith("shorter_side * longer side of the file / shorter side")
     image = image.resize([side if size == short else side * size // short for size in image.size], 2)
@@ -270,6 +285,45 @@ def test_an_exported_network_is_run_by_what_its_folder_says_alone(each_run, imag
     main(["export", "--ckpt-path", str(each_run[1]), "--out", str(tmp_path / "out"), "--format", "onnx"])
     rows = predict(each_run, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(images / "val"))
     require_what_is_predicted(tmp_path / "out", rows, seen)
+
+
+@pytest.mark.parametrize("probes", [False, True])
+def test_a_window_and_an_orientation_are_those_of_training_everywhere(tmp_path, seen, probes):
+    noise, turned = np.random.default_rng(0), Image.Exif()
+    turned[274] = 6
+    for split in ("train", "val"):
+        for label, name in enumerate(NAMES):
+            (tmp_path / "scans" / split / name).mkdir(parents=True)
+            for number in range(6):
+                pixels = noise.integers(1000 + 30 * label, 1080 + 30 * label, (20, 24)).astype(np.uint16)
+                pixels[:10] += 40  # a turned image is another one
+                file = tmp_path / "scans" / split / name / f"{number}.png"
+                Image.fromarray(pixels).save(file, **({"exif": turned} if number % 2 else {}))
+    images = {"image_size": "16", "in_channels": "1", "window": "[1000, 1200]", "root": str(tmp_path / "scans")}
+    data, model = "--data", ["SmallCNNModule"]
+    before = ["--data", "ImageFolder"]
+    if probes:
+        data, model = "--data.images", ["LinearProbeModule", "--model.normalize", "unit"]
+        before = ["--data", "CachedFeatures", "--data.images", "ImageFolder", "--data.backbone", "scattering"]
+        before += ["--data.cache", str(tmp_path / "cache")]
+    given = [part for name, value in images.items() for part in (f"{data}.{name}", value)]
+    main(
+        [
+            *("fit", "--model", *model, *before, *given, "--privacy.expected_batch_size", "9"),
+            *("--privacy.noise_multiplier", "0.3", "--privacy.delta", "1e-3", "--privacy.accountant", "rdp"),
+            *("--optimizer", "torch.optim.SGD", "--optimizer.lr", "2", *QUIET, "--trainer.max_steps", "10"),
+            *("--trainer.default_root_dir", str(tmp_path / "run")),
+        ]
+    )
+    (checkpoint,) = (tmp_path / "run").rglob("*.ckpt")
+    run = tmp_path / "run", checkpoint
+    own = predict(run, tmp_path / "own")
+    found = predict(run, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(tmp_path / "scans" / "val"))
+    for mine, other in zip(own, found, strict=True):
+        expected = [float(mine[f"p{k}"]) for k in range(3)]
+        assert [float(other[f"p{k}"]) for k in range(3)] == pytest.approx(expected, abs=2e-3 if probes else 0)
+    main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "out"), "--format", "onnx"])
+    require_what_is_predicted(tmp_path / "out", found, seen)
 
 
 @pytest.mark.parametrize("name", ["CIFAR10", "ImageFolder", "NpzImages"])

@@ -53,8 +53,8 @@ def test_a_finished_run_has_one_page_that_needs_no_other_file(copy, capsys):
     assert {path.name for path in copy.iterdir()} - before == {"report.html"}
     result = json.loads((copy / "result.json").read_text())
     headline = (
-        f"{100 * result['test_accuracy_last']:.1f} % test accuracy, epsilon {shown_epsilon(result['epsilon'])} "
-        "at delta 0.0001. Fit for release."
+        f"{100 * result['test_accuracy_last']:.1f} % test accuracy, mean AUROC {result['test_auroc']:.3f}, "
+        f"epsilon {shown_epsilon(result['epsilon'])} at delta 0.0001. Fit for release."
     )
     assert headline in capsys.readouterr().out
     html = (copy / "report.html").read_text()
@@ -69,6 +69,31 @@ def test_a_finished_run_has_one_page_that_needs_no_other_file(copy, capsys):
     assert "unprotected/train_loss" in curves_in(copy)
     assert {"test/accuracy", "test/loss"} <= drawn(html)
     assert not any("train_loss" in text for text in drawn(html))
+
+
+def test_a_page_has_numbers_of_each_class_under_the_note_that_they_are_unprotected(copy):
+    result = json.loads((copy / "result.json").read_text())
+    table = result["test_confusion"]
+    assert [sum(row) for row in table] == [row["images"] for row in result["test_by_class"]]
+    right = sum(table[k][k] for k in range(10)) / sum(map(sum, table))
+    assert right == pytest.approx(result["test_accuracy_last"], abs=1e-6)
+    page = page_of(copy)
+    section = page[page.index("## Test images by class") : page.index("## Signal and noise")]
+    assert "these numbers are outside the guarantee" in section
+    for row, confused in zip(result["test_by_class"], table, strict=True):
+        assert f"| {row['class']} | {row['images']} | {row['accuracy']:.3f} | {row['auroc']:.3f} | " in section
+        assert f"| {row['class']} | {' | '.join(map(str, confused))} |" in section
+    assert f"{result['test_calibration_error']:.3f}" in section
+
+
+def test_a_page_of_a_result_without_classes_or_with_undefined_numbers(copy):
+    result = json.loads((copy / "result.json").read_text())
+    result["test_by_class"][3] |= {"images": 0, "accuracy": None, "auroc": None, "average_precision": None}
+    (copy / "result.json").write_text(json.dumps(result))
+    assert "| 3 | 0 | - | - | - |" in page_of(copy)
+    old = {name: value for name, value in result.items() if name not in ("test_by_class", "test_auroc")}
+    (copy / "result.json").write_text(json.dumps(old))
+    assert "Test images by class" not in page_of(copy)
 
 
 def test_a_curve_that_the_statement_calls_unprotected_is_left_out(copy):

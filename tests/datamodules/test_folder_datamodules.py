@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from dp_lightning.datamodules import ImageFiles, ImageFolder, ImageNet, TinyImageNet, file_source, folder
-from dp_lightning.datamodules.file_source import open_image
+from dp_lightning.datamodules.decoding import open_image
 from dp_lightning.datamodules.listing import image_files
 from dp_lightning.errors import DataError
 
@@ -58,6 +58,27 @@ def test_counts_come_from_file_names(tmp_path, monkeypatch):
 def test_the_evaluation_sets_are_looked_up(tmp_path, folders, names):
     data = ImageFolder(write_tree(tmp_path, splits=folders))
     assert list(data.val_dataloader()) == names
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (("train", "valid"), ["test"]),
+        (("Training", "VALIDATION", "Testing"), ["val", "test"]),
+        (("TRAIN", "dev", "test"), ["val", "test"]),
+        (("train", "Val", "test", ".cache"), ["val", "test"]),
+    ],
+)
+def test_splits_have_other_names_in_any_case(tmp_path, folders, names, recwarn):
+    data = ImageFolder(write_tree(tmp_path, splits=folders))
+    assert (list(data.val_dataloader()), data.num_train) == (names, 6)
+    assert not [each for each in recwarn if "not read" in str(each.message)]
+
+
+@pytest.mark.parametrize("folders", [("train", "holdout"), ("train", "test", "masks"), ("train", "val", "valid")])
+def test_a_folder_of_images_that_is_passed_over_is_named(tmp_path, folders):
+    with pytest.warns(UserWarning, match=rf"in {tmp_path / folders[-1]} are not read\. .*called one of train"):
+        ImageFolder(write_tree(tmp_path, splits=folders), val_fraction=0.0).setup()
 
 
 def test_images_of_any_size_and_kind_become_rgb_squares(tmp_path):
@@ -118,13 +139,34 @@ def test_an_evaluation_set_may_lack_classes(tmp_path):
 def test_files_that_are_not_images_by_their_names_are_counted(tmp_path):
     root = write_tree(tmp_path)
     dog = tmp_path / "train" / "dog"
-    for name in ("a.dcm", "b.DCM", "c", ".hidden"):
+    for name in ("a.heic", "b.HEIC", "c", ".hidden"):
         (dog / name).touch()
     (dog / "other.png").symlink_to(dog / "0.png")
-    with pytest.warns(UserWarning, match=r"train are not read as images: 2 x \.dcm, 1 x no extension"):
+    with pytest.warns(UserWarning, match=r"train are not read as images: 2 x \.heic, 1 x no extension"):
         assert ImageFolder(root).num_train == 7
-    with pytest.warns(UserWarning, match=r"2 x \.dcm, 1 x no extension"):
-        files(tmp_path).setup("predict")
+    data = files(tmp_path)
+    data.setup("predict")
+    assert [Path(file).name for file in data.skipped] == ["a.heic", "b.HEIC", "c"]
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (["a.nii", "b.NII"], r"2 x \.nii"),
+        (["a.heic", "b.txt"], r"1 x \.heic, 1 x \.txt"),
+        (["scan"], "1 x no extension"),
+        ([], "holds no files"),
+    ],
+)
+def test_a_folder_without_images_says_what_it_holds(tmp_path, names, kinds):
+    write_tree(tmp_path, splits=("test",))
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "train" / "cat" / name).touch()
+    with pytest.raises(DataError, match=rf"The training set is empty: no image files are in .*train/cat; .*{kinds}"):
+        ImageFolder(str(tmp_path)).setup()
+    with pytest.raises(DataError, match=rf"There are no image files; .*{kinds}"):
+        files(tmp_path / "train").setup("predict")
 
 
 def files(root, **kwargs):
@@ -195,7 +237,7 @@ def test_a_file_is_decoded_once_for_all_views_of_its_image(tmp_path, monkeypatch
     for file in map(Path, image_files(write_tree(tmp_path, classes=("a", "b"), num=2))):
         Image.fromarray(noise.integers(0, 256, (48, 40, 3), dtype=np.uint8)).save(file)
     opened = []
-    monkeypatch.setattr(file_source, "open_image", lambda path: opened.append(path) or open_image(path))
+    monkeypatch.setattr(file_source, "open_image", lambda path, window: opened.append(path) or open_image(path))
     train = kind(str(tmp_path), image_size=32).train_dataset
     images, labels = zip(*train.__getitems__([0, 0, 0, 0, 3, 3, 3, 3, 1]), strict=True)
     assert [Path(path).name for path in opened] == ["0.png", "1.png", "1.png"]
@@ -234,17 +276,6 @@ def test_tiny_imagenet_reads_its_own_layout(tmp_path):
     assert images.shape == (4, 3, 64, 64)
 
 
-@pytest.mark.parametrize(("extension", "kind"), [("png", "<u2"), ("tif", "<u2"), ("tif", ">u2")])
-def test_sixteen_bits_become_eight(tmp_path, extension, kind):
-    wide = np.linspace(0, 65_535, 256 * 16).reshape(64, 64).astype(kind)
-    path = tmp_path / f"wide.{extension}"
-    Image.frombytes("I;16B" if kind == ">u2" else "I;16", (64, 64), wide.tobytes()).save(path)
-    found = open_image(str(path))
-    assert torch.equal(found[0], torch.from_numpy(np.round(wide / 257).astype(np.uint8)))
-    assert torch.equal(found[0], found[2])
-    assert found.unique().numel() == 256
-
-
 def cut_jpeg(path):
     write_image(path, size=(64, 64))
     path.write_bytes(path.read_bytes()[:-2])
@@ -258,7 +289,6 @@ def cut_jpeg(path):
         # PIL would give PostScript to Ghostscript, whatever the file is called.
         ("a.png", lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"), "known format"),
         ("a.jpg", cut_jpeg, "truncated"),
-        ("a.tif", lambda path: Image.fromarray(np.ones((8, 8), np.float32)).save(path), "32 bits per pixel"),
         ("a.png", lambda path: None, "No such file"),
     ],
 )

@@ -90,7 +90,17 @@ STEMS = "id,owner\n" + "".join(f"{n},o{n % 3}\n" for n in range(7))
 
 
 @pytest.mark.parametrize(
-    ("text", "settings"), [(PATHS, {}), (NAMES, {"encoding": "utf-8-sig"}), (STEMS, {"file_column": "id"})]
+    ("text", "settings"),
+    [
+        (PATHS, {}),
+        (NAMES, {"encoding": "utf-8-sig"}),
+        (STEMS, {"image_column": "id"}),
+        (PATHS.replace(",", ";"), {}),
+        (PATHS.replace(",", "\t"), {}),
+        (PATHS.replace("train/", ""), {}),
+        (PATHS.replace("train/", "./train\\").replace(".png", ""), {}),
+        (PATHS + ",,\n\n", {}),
+    ],
 )
 def test_a_table_names_images_by_path_name_or_stem(tmp_path, text, settings):
     data = folder_with_table(tmp_path, text, **settings)
@@ -102,9 +112,23 @@ def test_a_table_names_images_by_path_name_or_stem(tmp_path, text, settings):
     ("text", "settings", "message"),
     [
         (PATHS, {"group_column": "patient"}, r"owners.csv has no column 'patient'; it has owner, file"),
-        (PATHS + "o9,train/cat/0.png\n", {}, r"line 9: train/cat/0.png belongs to 'o9' here, but to 'o0' before"),
+        (PATHS + "o9,train/cat/0.png\n", {}, r"line 9: train/cat/0.png has 'o9' in owner here, but 'o0' before"),
         (PATHS.replace("o2,train/dog/5.png\n", ""), {}, r"does not say which person .*dog/5.png belongs to"),
-        (PATHS.replace("o2,train/dog/5", "N/A,train/dog/5"), {}, r"element 5: the id of the person is missing \('N/A'"),
+        (
+            PATHS.replace("o2,train/dog/5", "N/A,train/dog/5"),
+            {},
+            r"line 7: the id of the person is missing \('N/A'",
+        ),
+        (
+            PATHS.replace("dog/4.png", "dog/4.png,x"),
+            {},
+            r"csv, line 6: the row has 3 cells, and the header",
+        ),
+        (
+            PATHS.replace("o1,train/dog/4.png", "o1"),
+            {},
+            r"owners.csv, line 6: the row has 1 cells, and the header has 2",
+        ),
         (PATHS, {"group_file": "/nowhere.csv"}, "nowhere.csv cannot be read as a table"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from dp_lightning.datamodules import NpzImages
 from dp_lightning.errors import ConfigurationError, DataError
@@ -65,26 +66,43 @@ def test_a_second_validation_split_is_refused(tmp_path):
     [
         ({"train_labels": None}, "train"),
         ({"test_images": images(3)}, "test"),
-        ({"train_images": images(9).astype(np.float32)}, "train"),
+        ({"train_images": images(9).astype(bool)}, "train"),
         ({"train_images": images(9, 3, 8, 8)}, "train"),
         ({"train_images": images(9, 8, 6)}, "train"),
-        ({"train_images": images(0), "train_labels": labels(0)}, "train"),
         ({"train_labels": labels(8)}, "train"),
-        ({"train_labels": np.zeros((9, 14), dtype=int)}, "train"),
+        ({"test_images": images(3), "test_labels": np.zeros((3, 14), dtype=int)}, "test"),
+        ({"train_labels": np.zeros((9, 2, 2), dtype=int)}, "train"),
         ({"train_labels": np.array([{}] * 9, dtype=object)}, "train"),  # would run code
         ({"test_images": images(3, 6, 6), "test_labels": labels(3)}, "test"),
     ],
 )
 def test_arrays_of_another_layout_are_refused_before_training(tmp_path, arrays, split):
     path = write(tmp_path, **arrays)
-    with pytest.raises(DataError, match=rf"{path} needs {split}_images, uint8 .*It has .*(train|test|val)_\w+ "):
+    with pytest.raises(DataError, match=rf"{path} needs {split}_images, numbers .*It has .*(train|test|val)_\w+ "):
         NpzImages(path).num_train  # noqa: B018
+
+
+@pytest.mark.parametrize("several", [2, 3, 14])
+def test_columns_of_labels_are_several_labels_of_an_image(tmp_path, several):
+    columns = RNG.integers(0, 2, (9, several))
+    data = NpzImages(write(tmp_path, train_labels=columns, test_images=images(3), test_labels=columns[:3]))
+    assert (data.multi_label, data.num_classes, data.label_names) == (True, several, [str(k) for k in range(several)])
+    _, targets = next(iter(data.test_dataloader()))
+    assert targets.dtype == torch.float32
+    assert torch.equal(targets, torch.from_numpy(columns[:3]).float())
+    assert not NpzImages(write(tmp_path)).multi_label
+
+
+def test_an_empty_training_set_is_said_to_be_empty(tmp_path):
+    with pytest.raises(DataError, match=r"The training set is empty: .*npz needs .* train_images uint8 \(0, 8, 8\)"):
+        NpzImages(write(tmp_path, train_images=images(0), train_labels=labels(0))).num_train  # noqa: B018
 
 
 @pytest.mark.parametrize(
     ("arrays", "num_classes", "message"),
     [
         ({"train_labels": labels(9) - 1}, None, "train_labels are -1 to 1, and must be 0 to 1"),
+        ({"train_labels": np.full((9, 3), 2)}, None, "are 2 to 2, and must be 0 to 1 with several labels per image"),
         ({}, 2, "train_labels are 0 to 2, and must be 0 to 1 with 2 classes"),
         ({"test_images": images(3), "test_labels": labels(3) + 1}, None, "test_labels are 1 to 3"),
     ],

@@ -1,11 +1,13 @@
 """The classifiers under an ordinary Trainer: logged names, metrics, checkpoints."""
 
 import lightning
+import plain_run
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_run import N, by_loop, flat, without_noise
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from dp_lightning.datamodules import Digits
 from dp_lightning.errors import ConfigurationError
@@ -17,6 +19,7 @@ from dp_lightning.lightning_modules import (
     WideResNetModule,
 )
 from dp_lightning.lightning_modules.schedules import WarmupCosine
+from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,9 @@ def test_a_fit_on_digits_logs_both_evaluation_sets(tmp_path):
         "val/accuracy",
         "test/loss",
         "test/accuracy",
+        "test/auroc",
+        "test/average_precision",
+        "test/calibration_error",
     }
     assert run.callback_metrics["test/accuracy"] > 0.8
 
@@ -70,13 +76,109 @@ def test_metrics_are_those_of_the_named_loader(tmp_path):
     val, test = loader([0, 1, 2], [0, 1, 2]), loader([0, 1, 2], [0, 0, 0])
     module = ImageClassifier(Fixed(), 3)
     run = trainer(tmp_path)
+    trainer(tmp_path).validate(module, dataloaders=val, verbose=False)
+    assert module.test_report == {}
     results = run.validate(module, dataloaders={"val": val, "test": test}, verbose=False)
+    assert module.test_report["test_confusion"] == [[1, 1, 1], [0, 0, 0], [0, 0, 0]]
     merged = {name: value for result in results for name, value in result.items()}
     assert merged["val/accuracy"] == pytest.approx(1.0)
     assert merged["test/accuracy"] == pytest.approx(1 / 3)
     logits = 2.0 * torch.eye(3)
     assert merged["val/loss"] == pytest.approx(F.cross_entropy(logits, torch.arange(3)).item())
     assert merged["test/loss"] == pytest.approx(F.cross_entropy(logits, torch.zeros(3).long()).item())
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels", "factors"),
+    [
+        ({}, torch.tensor([0, 2, 1]), [1.0, 1.0, 1.0]),
+        ({"class_weights": [1, 0.5, 0.1]}, torch.tensor([0, 2, 1]), [1.0, 0.1, 0.5]),
+        ({"multi_label": True}, torch.tensor([[0.0, 1, 1], [0, 0, 0], [1, 0, 0]]), [[1.0] * 3] * 3),
+        (
+            {"multi_label": True, "class_weights": [4, 0.5, 0.1]},
+            torch.tensor([[0.0, 1, 1], [0, 0, 0], [1, 0, 0]]),
+            [[1, 0.5, 0.1], [1, 1, 1], [4, 1, 1]],
+        ),
+    ],
+)
+def test_the_loss_of_each_image_has_its_weight_in_a_batch_and_alone(settings, labels, factors):
+    module = ImageClassifier(Fixed(), 3, **settings)
+    images = torch.tensor([0.0, 1, 2]).view(-1, 1, 1, 1)
+    logits, targets = module(images), F.one_hot(labels, 3) if labels.dim() == 1 else labels
+    if labels.dim() == 1:
+        expected = [-factor * row.log_softmax(0)[y] for factor, row, y in zip(factors, logits, labels, strict=True)]
+    else:
+        cross = -(targets * logits.sigmoid().log() + (1 - targets) * (-logits).sigmoid().log())
+        expected = list((torch.tensor(factors) * cross).mean(1))
+    for image, label, loss in zip(images, labels, expected, strict=True):
+        torch.testing.assert_close(module.training_step((image[None], label[None]), 0), loss)
+    torch.testing.assert_close(module.training_step((images, labels), 0), torch.stack(expected).mean())
+
+
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"class_weights": [1.0, 50.0, 0.01]},
+        {"multi_label": True},
+        {"multi_label": True, "class_weights": [1.0, 50.0, 0.01]},
+    ],
+)
+def test_a_private_run_with_weights_clips_as_a_loop_in_float64(tmp_path, settings, mode):
+    # One weight makes every gradient longer than the bound, and one shorter.
+    module = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(5, 3)), 3, **settings)
+    module.lr = 0.3
+    x, y = torch.randn(N, 5, 1, 1, dtype=torch.float64), torch.arange(N) % 3
+    if "multi_label" in settings:
+        y = torch.stack([y > 0, y == 1, y == 2], dim=1).double()
+    dataset = TensorDataset(x, y)
+    expected = by_loop(module, [[default_collate([example]) for example in dataset]], bound=0.5)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.3)
+    callback = without_noise(expected_batch_size=N, max_grad_norm=0.5, max_physical_batch_size=7, examples=mode)
+    plain_run.trainer(tmp_path, callback, max_epochs=1, precision="64-true").fit(module, plain_run.loader(dataset))
+    torch.testing.assert_close(flat(module), expected, rtol=0, atol=2e-6)
+
+
+def test_a_heavy_class_adds_no_more_than_the_bound():
+    module = ImageClassifier(nn.Linear(5, 3), 3, class_weights=[1e6, 1.0, 1.0])
+    sums, _ = clipped_gradient_sum(
+        module.model, module._loss, torch.randn(1, 5), torch.tensor([0]), clip_plan=ClipPlan.flat(max_grad_norm=0.5)
+    )
+    norm = torch.cat([each.flatten() for each in sums.values()]).norm()
+    assert 0.499 < float(norm) <= 0.5
+
+
+def test_weights_for_other_classes_are_refused():
+    with pytest.raises(ConfigurationError, match="class_weights has 2 numbers for 3 classes"):
+        ImageClassifier(Fixed(), 3, class_weights=[1.0, 2.0])
+
+
+class SeveralLabels(lightning.LightningDataModule):
+    multi_label, label_names = True, ["mass", "nodule", "fluid"]
+
+    def train_dataloader(self):
+        images = torch.tensor([0.0, 1, 2, 2]).view(-1, 1, 1, 1)
+        return DataLoader(TensorDataset(images, torch.tensor([[1.0, 0, 0], [0, 1, 1], [0, 0, 1], [0, 0, 0]])))
+
+    test_dataloader = train_dataloader
+
+
+def test_a_module_that_does_not_know_of_several_labels_says_so(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"SeveralLabels have several labels.*argument multi_label"):
+        trainer(tmp_path).fit(ImageClassifier(Fixed(), 3), SeveralLabels())
+
+
+def test_several_labels_are_evaluated_and_predicted_by_label(tmp_path):
+    run, module = trainer(tmp_path), ImageClassifier(Fixed(), 3, multi_label=True)
+    (logged,) = run.test(module, SeveralLabels(), verbose=False)
+    assert logged["test/accuracy"] == pytest.approx(10 / 12)
+    assert [row["class"] for row in module.test_report["test_by_class"]] == SeveralLabels.label_names
+    assert module.test_report["test_by_class"][0] == {
+        **{"class": "mass", "images": 1, "accuracy": 1.0, "auroc": 1.0, "average_precision": 1.0}
+    }
+    assert logged["test/auroc"] == pytest.approx((1 + 1 + 0.5) / 3)
+    probabilities = torch.cat(run.predict(module, SeveralLabels().test_dataloader()))
+    torch.testing.assert_close(probabilities, (2.0 * torch.eye(3)[[0, 1, 2, 2]]).sigmoid())
 
 
 def test_loaders_without_a_known_name_are_refused(tmp_path):

@@ -12,6 +12,7 @@ from torchvision.transforms.v2 import functional as images_of
 
 from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_modules import TimmModule
+from dp_lightning.models import freeze_batch_norm
 from dp_lightning.models.trained import merge_low_rank
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
@@ -22,9 +23,9 @@ TRAINED = {
     "vit-lora": (VIT, {"trained": "lora", "lora_rank": 3}),
     "vit-lora-some": (VIT, {"trained": "lora", "lora_rank": 2, "lora_layers": ["*.qkv"]}),
     "vit-block": (VIT, {"trained": ["blocks.1.*"]}),
-    "convolutions-lora": (CONVOLUTIONS, {"trained": "lora", "batch_norm": "frozen"}),
-    "convolutions-bias": (CONVOLUTIONS, {"trained": "bias", "batch_norm": "frozen"}),
-    "convolutions-head": (CONVOLUTIONS, {"trained": "head", "batch_norm": "frozen"}),
+    "convolutions-lora": (CONVOLUTIONS, {"trained": "lora"}),
+    "convolutions-bias": (CONVOLUTIONS, {"trained": "bias"}),
+    "convolutions-head": (CONVOLUTIONS, {"trained": "head"}),
 }
 
 
@@ -51,7 +52,7 @@ def weights(tmp_path_factory):
 
 def make(case, weights, **changes):
     (name, kwargs), settings = TRAINED[case]
-    return TimmModule(name, 5, weights=weights[name], model_kwargs=kwargs, **{**settings, **changes})
+    return freeze_batch_norm(TimmModule(name, 5, weights=weights[name], model_kwargs=kwargs, **{**settings, **changes}))
 
 
 def data(case, n=3):
@@ -115,7 +116,7 @@ def gradients_one_by_one(module, x, y, plan):
 def test_gradients_are_those_of_single_examples(weights, case):
     if "lora" in case:
         pytest.importorskip("peft")
-    module = make(case, weights, input_size=None if case.startswith("vit") else 32).train()
+    module = make(case, weights, input_size=None if case.startswith("vit") else 32)
     if "lora" in case:
         for name, p in module.named_parameters():
             if "lora_B" in name:
@@ -129,9 +130,9 @@ def test_gradients_are_those_of_single_examples(weights, case):
     assert float(distance) < 2e-3 * 0.5 * len(x)
 
 
-def private(folder, max_steps=2):
+def private(folder, max_steps=2, batch_norm="freeze"):
     """The trainer of a private run."""
-    callback = privacy(expected_batch_size=6, delta=1e-2, max_physical_batch_size=4)
+    callback = privacy(expected_batch_size=6, delta=1e-2, max_physical_batch_size=4, batch_norm=batch_norm)
     return trainer(folder, callback, max_steps=max_steps, max_epochs=-1)
 
 
@@ -151,17 +152,6 @@ def test_a_private_run_leaves_what_is_frozen_bit_for_bit(weights, case, tmp_path
     for name, value in before.items():
         assert torch.equal(after[name], value) == (name not in trained), name
     assert len(trained) > 1
-
-
-def test_frozen_statistics_are_said_and_survive_train(weights, tmp_path, capsys):
-    module = make("convolutions-head", weights, input_size=32)
-    norms = [m for m in module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
-    assert not any(norm.training for norm in module.train().model.modules() if norm in norms)
-    private(tmp_path).fit(module, twelve("convolutions-head"))
-    assert f"{len(norms)} BatchNorm layers stay in evaluation mode" in capsys.readouterr().out
-    fresh = make("convolutions-head", weights, batch_norm="refuse", input_size=32)
-    with pytest.raises(ModelError, match=r"BatchNorm.*(freeze_batch_norm|batch_norm: frozen)"):
-        private(tmp_path).fit(fresh, twelve("convolutions-head"))
 
 
 def test_images_become_what_the_network_was_trained_on(weights):
@@ -228,7 +218,6 @@ def test_weights_of_another_head_and_of_none_are_taken(weights, tmp_path):
             {"trained": "lora", "lora_layers": ["*.query"]},
             r"no layer's name matches '\*.query'; layers are",
         ),
-        ({"weights": None, "batch_norm": "frozen"}, r"batch_norm: frozen needs pretrained weights"),
     ],
 )
 def test_wrong_settings_are_named(weights, changes, message):

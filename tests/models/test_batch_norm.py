@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from dp_lightning.errors import ModelError
 from dp_lightning.models import batch_norm_to_group_norm, freeze_batch_norm
-from dp_lightning.models.batch_norm import fixed_statistics
+from dp_lightning.models.batch_norm import batch_norms, fixed_statistics
 from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
 
 
@@ -37,16 +37,51 @@ def clipped(model):
 def test_scale_shift_and_eps_are_kept():
     model = small()
     scale, shift = model[1].weight, model[1].bias
-    assert batch_norm_to_group_norm(model, num_groups=8) == ["1", "last.0"]
+    assert batch_norm_to_group_norm(model, num_groups=8) is model
     norm = model[1]
     assert type(norm) is nn.GroupNorm
-    assert (norm.num_groups, norm.eps) == (6, 1e-3)
+    assert (norm.num_groups, norm.eps) == (3, 1e-3)
     assert norm.weight is scale
     assert norm.bias is shift
     assert model.last[0].weight is None
     x = torch.randn(4, 3, 8, 8)
     torch.testing.assert_close(model(x)[:1], model(x[:1]))
-    assert batch_norm_to_group_norm(model) == []
+    assert not batch_norms(model)
+
+
+@pytest.mark.parametrize(
+    ("channels", "groups"), [(256, 32), (64, 16), (32, 8), (24, 6), (12, 3), (10, 2), (9, 1), (7, 1), (2, 1), (1, 1)]
+)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_a_group_has_channels_enough_for_what_is_before_it_to_learn(kind, channels, groups):
+    norm = batch_norm_to_group_norm(kind(channels))
+    assert (type(norm), norm.num_groups) == (nn.GroupNorm, groups)
+    if channels > 2:
+        x = torch.randn(1, channels, requires_grad=True)
+        norm(x).pow(3).sum().backward()
+        assert x.grad.view(groups, -1).norm(dim=1).min() > 1e-3
+
+
+def test_a_layer_of_several_names_stays_one_layer():
+    inner = nn.Sequential(nn.BatchNorm2d(4))
+    model = nn.ModuleDict({"a": inner[0], "b": inner, "c": inner[0]})
+    batch_norm_to_group_norm(model)
+    assert type(model["a"]) is nn.GroupNorm
+    assert model["a"] is model["b"][0] is model["c"]
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_kinds_without_a_matching_group_norm_are_named_and_nothing_is_replaced(kind):
+    norm = type("OfItsOwn", (kind,), {})(4)
+    model = nn.Sequential(nn.BatchNorm2d(2), norm)
+    with pytest.raises(ModelError, match=rf"'1' \({type(norm).__name__}\) is a kind of BatchNorm without"):
+        batch_norm_to_group_norm(model)
+    assert type(model[0]) is nn.BatchNorm2d
+
+
+def test_a_layer_without_running_statistics_cannot_be_frozen():
+    with pytest.raises(ModelError, match=r"'0' .* has no running statistics"):
+        freeze_batch_norm(nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False)))
 
 
 @pytest.mark.parametrize("name", ["efficientnet_lite0", "mobilenetv3_small_050"])
@@ -55,7 +90,8 @@ def test_networks_of_timm_treat_examples_apart_then_and_keep_their_activations(n
     activations = sum(isinstance(module, nn.ReLU | nn.ReLU6 | nn.Hardswish) for module in model.modules())
     norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
     parameters = {name: value.shape for name, value in model.named_parameters()}
-    assert len(batch_norm_to_group_norm(model)) == norms > 10
+    assert len(batch_norms(model)) == norms > 10
+    assert not batch_norms(batch_norm_to_group_norm(model))
     assert sum(isinstance(module, nn.ReLU | nn.ReLU6 | nn.Hardswish) for module in model.modules()) == activations
     assert {name: value.shape for name, value in model.named_parameters()} == parameters
     model.eval()  # no dropout
@@ -68,7 +104,7 @@ def test_frozen_layers_are_allowed_and_counted_until_they_are_trained():
     model = small()
     with pytest.raises(ModelError, match=r"BatchNorm.*freeze_batch_norm"):
         clipped(model)
-    assert freeze_batch_norm(model) == ["1", "last.0"]
+    assert freeze_batch_norm(model) is model
     sums, _ = clipped(model)
     assert set(sums) == {"0.0.weight", "0.0.bias", "0.3.weight", "0.3.bias"}
     assert fixed_statistics(model) == ["1", "last.0"]

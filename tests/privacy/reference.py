@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.privacy.gradients.recording import Recording
+from dp_lightning.privacy.gradients.refusals import explaining
 
 
 def clipped_sum_by_loop(model, inputs, targets, clip_plan, loss_fn=F.cross_entropy, *, augmult=1):
@@ -71,7 +72,8 @@ def record(model, loss, *examples, **options):
             found[name] = gradients
 
     recording = Recording(trained, len(examples[0]), take, **options)
-    recording.backward(recording.run(lambda *example: loss(model, *example), *examples))
+    with explaining():
+        recording.backward(recording.run(lambda *example: loss(model, *example), *examples))
     return found, recording
 
 

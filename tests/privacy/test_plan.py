@@ -130,7 +130,7 @@ def test_sample_rate_is_the_quotient_for_every_batch_size() -> None:
         ({"expected_batch_size": 512.0}, "expected_batch_size"),
         ({"num_steps": 0}, "num_steps"),
         ({"num_steps": True}, "num_steps"),
-        ({"num_train": 0}, "num_train"),
+        ({"num_train": 0}, r"The training set is empty \(num_train is 0\)"),
         ({"noise_multiplier": -0.1}, "noise_multiplier"),
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
         ({"accountant": "gdp"}, "accountant"),

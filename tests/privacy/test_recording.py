@@ -347,10 +347,87 @@ def test_attention_treats_the_rows_of_an_example_apart(name, lead):
     check(model, squares, randn(B, *lead, 2, 3, 4))
 
 
-def test_what_is_no_fault_of_vmap_is_raised_as_it_is():
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        record(nn.Linear(5, 2), squares, randn(B, 4))
-    with pytest.raises(KeyError):
+# In each of them the shape of a result depends on the numbers of the example.
+DYNAMIC = {
+    "nonzero": lambda x: x[torch.nonzero(x[:, 0] > 0).squeeze(1)],
+    "method": lambda x: x[(x[:, 0] > 0).nonzero(as_tuple=True)],
+    "argwhere": lambda x: x[torch.argwhere(x[:, 0] > 0)],
+    "where with a condition alone": lambda x: x[torch.where(x[:, 0] > 0)],
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "take by mask": lambda x: torch.masked_select(x, x > 0),
+    "unique": lambda x: x.round().unique(),
+    "unique with counts": lambda x: torch.unique(x.round(), return_counts=True)[1] * x.sum(),
+    "unique_consecutive": lambda x: x.round().unique_consecutive(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x[:, 0].abs().long(), dim=0),
+    "function repeat_interleave": lambda x: torch.repeat_interleave(x, x[:, 0].abs().long(), dim=0),
+    "bincount": lambda x: (9 * x).abs().long().flatten().bincount() * x.sum(),
+    "boolean index of rows": lambda x: x[x[:, 0] > 0],
+    "split by counts": lambda x: x.tensor_split(x[0].abs().long().clamp(0, 1))[0],
+    "one_hot": lambda x: F.one_hot(x.abs().long()) * x.sum(),
+    "to_sparse": lambda x: x.to_sparse().values(),
+}
+
+
+@pytest.mark.parametrize("name", DYNAMIC)
+def test_a_shape_that_depends_on_numbers_is_refused_with_the_fix(name):
+    with pytest.raises(ModelError, match=r"test_recording\.py:\d+ .*shape of a result depends.*one_by_one"):
+        record(Module(lambda m, x: DYNAMIC[name](m.a(x)), a=nn.Linear(4, 5)), squares, 3 * randn(B, 3, 4))
+
+
+CHANNELS_LAST = {"memory_format": torch.channels_last}
+LAYOUTS = {
+    "to": lambda x: x.to(**CHANNELS_LAST),
+    "to with a type": lambda x: x.to(torch.float32, **CHANNELS_LAST).double(),
+    "to like another": lambda x: x.to(x[:1], **CHANNELS_LAST),
+    "contiguous": lambda x: x.contiguous(**CHANNELS_LAST),
+    "clone": lambda x: x.clone(**CHANNELS_LAST),
+    "function clone": lambda x: torch.clone(x, **CHANNELS_LAST),
+    "asked for": lambda x: x if x.is_contiguous(**CHANNELS_LAST) else x.contiguous(**CHANNELS_LAST),
+    "float": lambda x: x.float(**CHANNELS_LAST).double(**CHANNELS_LAST),
+    "zeros_like": lambda x: torch.zeros_like(x, **CHANNELS_LAST) + x,
+    "empty_like": lambda x: torch.empty_like(x, **CHANNELS_LAST).copy_(x),
+    "preserve_format": lambda x: x.clone(memory_format=torch.preserve_format),
+    "three dimensions": lambda x: x[:, :, None].to(memory_format=torch.channels_last_3d)[:, :, 0],
+    "a weight": lambda x: x * 1.0,
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_memory_format_is_layout_alone(name):
+    def forward(m, x):
+        weight = m.c.weight.contiguous(**CHANNELS_LAST) if name == "a weight" else m.c.weight
+        return F.conv2d(LAYOUTS[name](x), weight).flatten(1)
+
+    check(Module(forward, c=nn.Conv2d(2, 3, 2).to(**CHANNELS_LAST)), squares, randn(B, 1, 2, 4, 4))
+
+
+PACKED = {
+    "lengths of an example": lambda m, x: _packed(m.lstm, x, x[:, 0, 0].abs().long().clamp(1, 4)),
+    "projection": lambda m, x: m.projected(x)[0],
+    "LSTM cell": lambda m, x: m.lstm_cell(x[:, 0])[0],
+}
+
+
+def _packed(lstm, x, lengths):
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    return nn.utils.rnn.pad_packed_sequence(lstm(packed)[0], batch_first=True)[0].sum(1)
+
+
+@pytest.mark.parametrize("kind", [nn.GRUCell, nn.RNNCell])
+def test_cells_without_a_rule_equal_the_loop(kind):
+    check(Module(lambda m, x: m.cell(x, m.cell(x)), cell=kind(4, 5)), squares, randn(B, 1, 4))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_recurrent_networks_that_have_no_rule_are_refused_with_the_fix(name):
+    layers = {"lstm": nn.LSTM(4, 5, batch_first=True), "projected": nn.LSTM(4, 5, batch_first=True, proj_size=2)}
+    layers["lstm_cell"] = nn.LSTMCell(4, 5)
+    with pytest.raises(ModelError, match=r"test_recording\.py:\d+ .*padded sequences.*one_by_one"):
+        record(Module(PACKED[name], **layers), squares, randn(B, 1, 4, 4))
+
+
+def test_what_is_no_fault_of_vmap_keeps_its_text_and_is_told_its_line():
+    with pytest.raises(ModelError, match=r"test_recording\.py:\d+ .*KeyError: 'missing' "):
         record(Module(lambda m, x: {}["missing"], a=nn.Linear(4, 2)), squares, randn(B, 4))
 
 

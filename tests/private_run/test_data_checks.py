@@ -115,6 +115,14 @@ def test_training_examples_can_be_evaluated_after_the_fit_and_need_no_validation
 # Hyperparameters
 
 
+@pytest.mark.parametrize(
+    "empty", [Subset(TRAIN, []), TensorDataset(ROWS[:0], CLASSES[:0]), ConcatDataset([Subset(TRAIN, [])])]
+)
+def test_an_empty_training_set_is_said_to_be_empty(tmp_path, empty):
+    with pytest.raises(ConfigurationError, match=r"The training set is empty \(num_train is 0\)"):
+        trainer(tmp_path, privacy(expected_batch_size=2)).fit(Plain(), DataLoader(empty))
+
+
 class Given(Evaluated):
     def __init__(self, given, width=3):
         super().__init__()

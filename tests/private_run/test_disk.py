@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from dp_lightning.callbacks import PostProcessCallback
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.postprocess import Kalman, Momentum
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
 from dp_lightning.privacy.disk import DiSK
@@ -127,7 +127,7 @@ def test_parameters_are_left_at_the_step_after_an_error(tmp_path):
             self.last = flat(self)
 
     module = Fails(lr=LR)
-    with pytest.raises(RuntimeError, match="stopped"):
+    with pytest.raises(ModelError, match="stopped"):
         fitted(tmp_path, module)
     assert torch.equal(flat(module), module.last)
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from plain_run import CLASSES, N, Plain, by_loop, examples, flat, loader, trainer, without_noise
+from plain_run import CLASSES, N, Plain, by_loop, examples, flat, loader, privacy, trainer, without_noise
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset, default_collate
 
@@ -136,3 +136,56 @@ def test_collation_of_ones_own_sees_one_example_and_its_views(tmp_path):
     seen = [json.loads(line) for line in path.read_text().splitlines()]
     # The comparison of a batch's loss before the first step sees one view of each of some examples.
     assert [places for places in seen if len(places) == 3] == [[place] * 3 for place in range(N)] * STEPS
+
+
+def simclr(module, x, y):
+    """Two views of each image; all others of the batch are negatives."""
+    z = F.normalize(torch.cat([module.net(x), module.net(x + 0.1)]))
+    alike = (z @ z.T).fill_diagonal_(-1e9)
+    return F.cross_entropy(alike, torch.arange(len(z)).roll(len(x)))
+
+
+def triplet(module, x, y):
+    """The mean over the triplets of a batch, times zero where there are none."""
+    z = module.net(x)
+    other = (y[:, None] != y).to(x.dtype)
+    return (torch.cdist(z, z) * other).sum() / other.sum().clamp_min(1)
+
+
+def correlation(module, x, y):
+    z = module.net(x)
+    return ((z - z.mean(0)) / z.std(0)).square().mean()
+
+
+def supervised_contrastive(module, x, y):
+    z = module.net(x)
+    others = 1 - torch.eye(len(z), dtype=x.dtype)
+    return -((z @ z.T) * others).sum() / others.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "words"),
+    [(simclr, "is zero"), (triplet, "is zero"), (correlation, "NaN"), (supervised_contrastive, "NaN")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_a_loss_from_which_nothing_can_be_learned_is_refused_before_a_step_counts(tmp_path, loss_of, words, mode):
+    callback = privacy(examples=mode)
+    with pytest.raises(ModelError, match=rf"Nothing can be learned.*{words}.*batch of one example"):
+        trainer(tmp_path, callback).fit(Own(loss_of), loader())
+    assert callback.ledger.num_steps == 0
+
+
+def at_rest_at_first(module, x, y):
+    return plain_loss(module, x, y) * (module.trainer.global_step > 0)
+
+
+def mostly_at_rest(module, x, y):
+    return (each(module, x, y) * (y == 0)).mean()
+
+
+@pytest.mark.parametrize(("loss_of", "expected"), [(mostly_at_rest, N), (at_rest_at_first, 1)])
+def test_a_loss_that_is_at_rest_for_some_examples_trains(tmp_path, loss_of, expected):
+    callback = privacy(expected_batch_size=expected)
+    trainer(tmp_path, callback, max_steps=3, max_epochs=-1).fit(Own(loss_of), loader())
+    assert callback.ledger.num_steps == 3

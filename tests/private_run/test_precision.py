@@ -8,6 +8,8 @@ from plain_run import CLASSES, Plain, parameters_after, without_noise
 from torch import nn
 from torch.nn import functional as F
 
+from dp_lightning.errors import ModelError
+
 
 class Attention(nn.Module):
     def __init__(self):
@@ -42,5 +44,5 @@ def test_a_step_that_needs_autocast_trains_with_it_alone(tmp_path):
             return F.cross_entropy(self.net(batch[0].bfloat16()), batch[1])
 
     assert parameters_after(tmp_path, without_noise(), module=Converts(), precision="bf16-mixed").isfinite().all()
-    with pytest.raises(RuntimeError, match="same dtype"):
+    with pytest.raises(ModelError, match="same dtype"):
         parameters_after(tmp_path, without_noise(), module=Converts(), precision="32-true")

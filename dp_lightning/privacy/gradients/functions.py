@@ -11,7 +11,7 @@ from torch import Tensor
 PLAIN = frozenset(
     [
         *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda")),
-        *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "stride", "is_contiguous", "__len__")),
+        *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "stride", "__len__")),
         torch.Tensor.is_floating_point,
         torch.is_floating_point,
     ]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.recording import Recording
+from dp_lightning.privacy.gradients.refusals import explaining
 from dp_lightning.torch_internals import tree_leaves, tree_map_only
 
 
@@ -59,7 +60,8 @@ def clipped_gradient_sum(
         b = min(step, size - start)
         total.begin(b)
         recording = Recording(trained, b, total.take)
-        recording.backward(recording.run(lambda x, y: loss_fn(model(x), y).mean(), *piece))
+        with explaining():
+            recording.backward(recording.run(lambda x, y: loss_fn(model(x), y).mean(), *piece))
         norms.append(total.end())
         methods |= recording.methods
     if explain:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from dp_lightning.privacy.gradients.contribution import Call, Contribution, PerExample, sum_of_views
 from dp_lightning.privacy.gradients.cost_model import examples_at_a_time
@@ -84,3 +85,19 @@ def layer_norm(rows: Tensor, call: Call) -> Tensor:
 def rms_norm(rows: Tensor, call: Call) -> Tensor:
     """The rows, divided by the root of their mean square over the last dimensions."""
     return F.rms_norm(rows, call.arguments["normalized_shape"], eps=call.arguments.get("eps"))
+
+
+class ContiguousBatchNorm(TorchFunctionMode):
+    """Makes input and gradient of BatchNorm contiguous, for the code that runs within.
+
+    In evaluation mode, the backward pass of torch 2.14.1 is wrong where one of the two is transposed and images are one
+    pixel wide or high.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.batch_norm:
+            return function(*args, **(kwargs or {}))
+        result = F.batch_norm(args[0].contiguous(), *args[1:], **(kwargs or {}))
+        if result.requires_grad:
+            result.register_hook(Tensor.contiguous)
+        return result

@@ -31,7 +31,7 @@ from dp_lightning.privacy.gradients.refusals import (
     SAVED_TENSOR_HOOKS,
     SHARED_DRAW,
     SHARED_WRITE,
-    explained,
+    UNTRAINED,
 )
 from dp_lightning.privacy.gradients.rewrites import REWRITES
 from dp_lightning.privacy.gradients.rules import RULES, Rule
@@ -101,7 +101,7 @@ class Recording(TorchFunctionMode):
             examples: trees of tensors (b, ...).
 
         Raises:
-            ModelError: with the line that vmap cannot run, the reason, and what to write instead.
+            ModelError: for what a step may not do. What torch raises is made an error for users by ``explaining``.
         """
 
         def one(*example: Any) -> Tensor:
@@ -114,7 +114,7 @@ class Recording(TorchFunctionMode):
                 raise ModelError(
                     f"training_step catches an error of {name_of(self._failed)}. Any example of the batch may have "
                     "caused it, and all of them would take the other branch. Choose with torch.where, such as after "
-                    "torch.linalg.cholesky_ex."
+                    f"torch.linalg.cholesky_ex, or {ONE_BY_ONE}."
                 )
             self._provenance.require_of_this_batch(loss)
             if loss.requires_grad and not is_batched(loss):
@@ -123,13 +123,7 @@ class Recording(TorchFunctionMode):
 
         self._require_no_hooks()
         with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSOR_HOOKS):
-            try:
-                losses: Tensor = torch.func.vmap(one, randomness="different")(*examples)
-            except Exception as error:
-                explanation = explained(error)
-                if explanation is error:
-                    raise
-                raise explanation from error
+            losses: Tensor = torch.func.vmap(one, randomness="different")(*examples)
         return losses
 
     def backward(self, losses: Tensor) -> None:
@@ -140,10 +134,7 @@ class Recording(TorchFunctionMode):
                 through the recorded functions.
         """
         if not losses.requires_grad:
-            raise ModelError(
-                "The loss does not depend on any trained parameter. Compute it from the model's output, outside of "
-                "torch.no_grad()."
-            )
+            raise ModelError(UNTRAINED)
         held = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         for name in held:
             self._parameters[name].grad = None
@@ -206,6 +197,10 @@ class Recording(TorchFunctionMode):
     def _with_examples(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: int, sources: list[Tensor]
     ) -> Any:
+        if "memory_format" in kwargs:  # layout alone, and that of one example says nothing of that of all of them
+            kwargs = {name: value for name, value in kwargs.items() if name != "memory_format"}
+            if func == Tensor.to and len(args) + len(kwargs) == 1:
+                return args[0]
         rule = RULES.get(func) if sources else None  # a user's rule takes precedence over a rewrite
         if rule is None and func in REWRITES:
             with self:

@@ -2,14 +2,16 @@
 
 import os
 import re
+import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dp_lightning.errors import ModelError
+from dp_lightning.errors import DpLightningError, ModelError
 
 ONE_BY_ONE = "set privacy.examples: one_by_one, which is exact but slower"
 
@@ -26,7 +28,7 @@ REFUSED: dict[Any, str] = {
     torch.Tensor.register_post_accumulate_grad_hook: f"Tensor.register_post_accumulate_grad_hook: {HOOKS}",
     torch.Tensor.retain_grad: f"Tensor.retain_grad: {HOOKS}",
     torch.Tensor.grad_fn.__get__: f"Tensor.grad_fn, as backward hooks do: {HOOKS}",  # type: ignore[union-attr]
-    torch.Tensor.backward: f"Tensor.backward: {INNER}",
+    torch.Tensor.backward: "Tensor.backward, which adds to .grad. Return the loss, whose gradient the step takes.",
     torch.autograd.grad: f"torch.autograd.grad: {INNER}",
 }
 """Functions that a step may not call, each with the reason and the cure."""
@@ -45,68 +47,134 @@ SHARED_WRITE = (
     f"{ONE_BY_ONE}. There is no rewrite for a buffer that keeps examples."
 )
 SAVED_TENSOR_HOOKS = f"Hooks on saved tensors see all examples at once. {_CHECKPOINTING}"
-_MASK = (
-    "transformers reads the attention mask of an example, to leave it out where it masks nothing. Give the model a "
-    f"mask of four dimensions, attention_mask[:, None, None, :].bool(), which is applied as it is, or {ONE_BY_ONE}."
+UNTRAINED = (
+    "The loss does not depend on any trained parameter. Compute it from the model's output, outside of torch.no_grad()."
 )
+_ALONE = " The same code runs on two examples: let it take a single one."
 BATCH_NORM = (
-    "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples. Replace it "
-    "(models.batch_norm_to_group_norm changes a model in place; batch_norm: group_norm of TimmModule), or keep it in "
-    "evaluation mode (models.freeze_batch_norm, or batch_norm: frozen)."
+    "BatchNorm in training mode writes statistics of the examples into its buffers, and mixes examples. Set "
+    "privacy.batch_norm, or batch_norm of PrivacyCallback: group replaces it by GroupNorm, and freeze keeps it in "
+    "evaluation mode with pretrained statistics. Without Lightning, call batch_norm_to_group_norm(model) or "
+    "freeze_batch_norm(model) of dp_lightning.models."
 )
 _OF_BATCH_NORM = re.compile(r"running_(mean|var)\b|more than 1 value per channel when training")
 
-# A pattern of torch's message, its reason, and what to do. The first match is used.
-_REASONS: list[tuple[str, str, str]] = [
+_OF_VMAP = re.compile("vmap|functorch|[Bb]atching rule|BatchedTensor|randomness")
+_SHAPE = (
+    "The shape of a result depends on the numbers of the example, as in x[mask]",
+    "Multiply by the mask: (x * mask).sum() / mask.sum() instead of x[mask].mean(), and x.masked_fill(mask, "
+    "value) or torch.where instead of an assignment",
+)
+_UNEQUAL = "stack expects each tensor to be equal size"
+# A pattern of torch's message, the end of a file's name in the traceback, the reason, and what to do instead of taking
+# the examples one by one. The first match is used.
+_REASONS: list[tuple[str, str, str, str]] = [
+    (
+        _OF_VMAP.pattern,
+        "transformers/masking_utils.py",
+        "transformers reads the attention mask of an example, to leave it out where it masks nothing",
+        "Give the model a mask of four dimensions, attention_mask[:, None, None, :].bool(), which is applied as it is",
+    ),
+    (
+        "",
+        "torch/nn/utils/rnn.py",
+        "The lengths of packed sequences decide how a step goes on, and they differ between examples",
+        "Give the network the padded sequences, and take the output at lengths - 1 with output.gather",
+    ),
+    (
+        "",
+        "torch/nn/modules/rnn.py",
+        "LSTM cells, packed sequences and projections (proj_size) have no rule for single examples",
+        "Use nn.LSTM, nn.GRU or nn.RNN without proj_size, on padded sequences",
+    ),
     (
         r"data-dependent control flow|calling \.item\(\)|Tensor\.__contains__",
+        "",
         "The numbers of an example are read (if, float(), int(), .item(), assert)",
         "Write torch.where(condition, a, b) instead of `if`, and keep numbers in tensors",
     ),
-    (
-        r"boolean mask|dynamic shape|masked_select|nonzero|unique|repeat_interleave",
-        "The shape of a result depends on the numbers of the example, as in x[mask]",
-        "Multiply by the mask: (x * mask).sum() / mask.sum() instead of x[mask].mean(), and x.masked_fill(mask, "
-        "value) or torch.where instead of an assignment",
-    ),
+    ("positive num_classes", "", *_SHAPE[:1], "Give F.one_hot its num_classes"),
+    (r"boolean mask|dynamic shape|masked_select|nonzero|unique|repeat_interleave|tensor_split|'Sparse", "", *_SHAPE),
     (
         r"doesn't have storage|Cannot access (data pointer|storage)|accessing `data`|detach views in-place|is_pinned",
+        "",
         "The memory of a tensor is read (.numpy(), .tolist(), .data, copy.deepcopy, torch.tensor(x))",
         "Use torch functions, and x.detach() instead of x.data or torch.tensor(x)",
     ),
     (
         r"setup_context|does not have vmap support|generate_vmap_rule",
+        "",
         "An autograd function has no rule for single examples",
         "Split its forward into forward and setup_context, and set generate_vmap_rule = True in the class",
     ),
 ]
-_OF_VMAP = re.compile("vmap|functorch|[Bb]atching rule|BatchedTensor|randomness")
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _INSTALLED = str(Path(torch.__file__).parents[1]) + os.sep
 _OWN = str(Path(__file__).parents[1]) + os.sep
 
 
-def explained(error: Exception) -> Exception:
-    """What a user can act on, if the error comes from running under vmap; other errors are returned as they are."""
+@contextmanager
+def explaining(
+    fails: Callable[[int], Exception | None] = lambda rows: None if rows == 1 else ValueError(),
+    seen: Callable[[], str] = lambda: "a batch of one example",
+    *,
+    together: bool = True,
+) -> Iterator[None]:
+    """Context in which an error of the step becomes one that a user can act on, with the line of the user's code.
+
+    Args:
+        fails: the error of the step on a batch of one example, or of two, outside of vmap; it is called after an error.
+        seen: what the step sees, in words.
+        together: whether the step runs under vmap.
+
+    Raises:
+        ModelError: for every error but those of memory, of settings and of this package, which stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        explanation = _explained(error, fails, seen, together)
+        if explanation is error:
+            raise
+        while (trace := error.__traceback__) and trace.tb_frame.f_code.co_filename.startswith((_TORCH, _OWN)):
+            error.__traceback__ = trace.tb_next  # what stands above the user's code
+        raise explanation from error
+
+
+def _explained(
+    error: Exception, fails: Callable[[int], Exception | None], seen: Callable[[], str], together: bool
+) -> Exception:
     frames = traceback.extract_tb(error.__traceback__)
     files = {frame.filename for frame in frames}
     where, text = _place(frames), str(error)
-    if any(name.endswith("torch/utils/checkpoint.py") for name in files):
+    if together and any(name.endswith("torch/utils/checkpoint.py") for name in files):
         return ModelError(f"{where}{_CHECKPOINTING}")
-    if any(name.endswith("torch/utils/hooks.py") for name in files):
+    if together and any(name.endswith("torch/utils/hooks.py") for name in files):
         return ModelError(f"{where}A module has a backward hook. {HOOKS}")
     if isinstance(error, ModelError) or text == SAVED_TENSOR_HOOKS:
-        return ModelError(f"{where}{text}")
+        return ModelError(f"{where}{text}{_ALONE if text == UNTRAINED and not fails(2) else ''}")
+    if isinstance(error, DpLightningError | MemoryError | torch.OutOfMemoryError):
+        return error
     if is_of_batch_norm(text):
         return ModelError(f"{where}{BATCH_NORM}")
-    if any(name.endswith("transformers/masking_utils.py") for name in files) and _OF_VMAP.search(text):
-        return ModelError(f"{where}{_MASK}")
-    for pattern, why, rewrite in _REASONS:
-        if re.search(pattern, text):
-            return ModelError(f"{where}{why}. {rewrite}, or {ONE_BY_ONE}.")
-    if _OF_VMAP.search(text):
-        return ModelError(f"{where}torch.func.vmap cannot run this ({text}). Rewrite it, or {ONE_BY_ONE}.")
-    return error
+    alone = fails(1)
+    offer = "" if alone else f", or {ONE_BY_ONE}"
+    if together and isinstance(error, RuntimeError):  # as all of vmap's are
+        for pattern, file, why, rewrite in _REASONS:
+            if re.search(pattern, text) and any(name.endswith(file) for name in files):
+                return ModelError(f"{where}{why}. {rewrite}{offer}.")
+        if alone is None and _UNEQUAL in text:  # vmap has called a function for one example after the other
+            return ModelError(f"{where}{'. '.join(_SHAPE)}{offer}.")
+        if _OF_VMAP.search(text):
+            short = textwrap.shorten(text, 400, placeholder=" ...")
+            return ModelError(f"{where}torch.func.vmap cannot run this ({short}). Rewrite it{offer}.")
+    if alone is not None:  # its text has the shapes of one example
+        error, where = alone, _place(traceback.extract_tb(alone.__traceback__)) or where
+    if not where and not frames[-1].filename.endswith("torch/autograd/graph.py"):
+        return error  # a defect of this package
+    what = ": ".join(filter(None, (type(error).__name__, str(error))))
+    needs = _ALONE if alone and not fails(2) else ""
+    return ModelError(f"{where or 'Backward pass: '}{what} (The step sees {seen()}.){needs}")
 
 
 def is_of_batch_norm(text: str) -> bool:

@@ -1,0 +1,105 @@
+"""Tries the learning-rate schedules of a run before its first step, while nothing is spent."""
+
+import copy
+import time
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import empty
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR
+
+from dp_lightning.errors import ConfigurationError, DpLightningError
+
+# Seconds for one schedule, enough for tens of thousands of steps.
+_SECONDS = 0.4
+# Each schedule is followed for so many times the run's steps. One that falls without an end, as StepLR does, is lowest
+# in the second half of any stretch, so a schedule has an end if it is lowest in the first half.
+_BEYOND = 40
+_FIX = "Make it as long as the run, whose steps configure_optimizers has in self.trainer.estimated_stepping_batches."
+
+
+def try_schedules(trainer: pl.Trainer, module: pl.LightningModule, steps: int) -> None:
+    """Step a copy of each schedule as often as the run will, and name those that end far from the run's end.
+
+    A schedule that follows a metric is left out, and so are those that an ``lr_scheduler_step`` of the module's steps.
+
+    Args:
+        steps: logical steps that are left.
+
+    Raises:
+        ConfigurationError: for a schedule that cannot be stepped so often.
+    """
+    epoch, taken = int(trainer.num_training_batches), trainer.global_step
+    for config in [] if is_overridden("lr_scheduler_step", module) else trainer.lr_scheduler_configs:
+
+        def calls(step: int, by_step: bool = config.interval == "step", every: int = config.frequency) -> int:
+            """How often Lightning has called the schedule's ``step`` after this logical step."""
+            epochs, rest = divmod(step, epoch)
+            return epochs * (epoch // every) + rest // every if by_step else epochs // every
+
+        count = calls(taken + steps) - calls(taken)
+        if count and not config.reduce_on_plateau:
+            _name_if_far(type(config.scheduler), _rates(config.scheduler, count, kept=(module, trainer)), count)
+
+
+def _name_if_far(kind: type, rates: list[float], count: int) -> None:
+    if len(rates) <= count or issubclass(kind, CyclicLR | CosineAnnealingWarmRestarts):
+        return
+    highest = max(rates)
+    peak = next(k for k, rate in enumerate(rates) if rate >= 0.999 * highest)
+    lowest = min(rates[peak:])
+    end = rates.index(lowest, peak)
+    last = min(rates[count - 1 : count + 1])
+    unfinished = 2 * end < len(rates) and (peak > count or last > lowest + 0.1 * highest)
+    idle = max(rates[max(0, min(int(0.95 * count), count - 2)) : count]) < 1e-3 * highest
+    if unfinished or idle:
+        rank_zero_warn(
+            f"The schedule {kind.__name__} is not as long as the run, which calls its step {count:,} times. Its "
+            f"learning rate is {highest:.3g} after {peak:,} calls, {lowest:.3g} after {end:,}, and {last:.3g} at the "
+            f"end of the run. {_FIX}"
+        )
+
+
+def _rates(schedule: Any, count: int, kept: tuple[Any, ...]) -> list[float]:
+    """The highest learning rate of the groups, at first and after each call of ``step``, for as long as time allows.
+
+    Args:
+        kept: objects that the copy of the schedule shares with it.
+
+    Raises:
+        ConfigurationError: where the schedule cannot be stepped ``count`` times.
+    """
+    optimizer, rates, deadline = SGD([empty(0, requires_grad=True)]), list[float](), time.monotonic() + _SECONDS
+    try:
+        optimizer.defaults = schedule.optimizer.defaults
+        optimizer.param_groups = copy.deepcopy([{**each, "params": []} for each in schedule.optimizer.param_groups])
+        tried = copy.deepcopy(schedule, {id(schedule.optimizer): optimizer, **{id(each): each for each in kept}})
+    except Exception:  # whatever a schedule of the user's own holds
+        return rates
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the optimizer takes no step
+        for call in range(1, _BEYOND * count + 1):
+            rates.append(max(float(group["lr"]) for group in optimizer.param_groups))
+            late = time.monotonic() > deadline
+            if late and call > count:
+                break
+            if late:  # try the last call alone
+                tried.last_epoch += count - call
+            try:
+                tried.step()
+            except DpLightningError:
+                raise
+            except Exception as error:
+                if call > count:
+                    return rates + rates[-1:] * len(rates)  # the schedule has ended
+                raise ConfigurationError(
+                    f"The schedule {type(schedule).__name__} is too short: the run calls its step {count:,} times, and "
+                    f"call {count if late else call:,} raises {type(error).__name__}: {error} {_FIX}"
+                ) from error
+            if late:
+                break
+    return rates
