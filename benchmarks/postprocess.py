@@ -1,7 +1,7 @@
 """What noise, post-processing and several ranks add to a logical step, beside the gradient work of B examples.
 
-One physical batch, the noise, each chain of transforms and, with ``--ranks``, the collective and both ways of dealing
-out the orthogonalization take turns. The chains get fresh noise in the shapes of the model's gradients. Every rank is a
+One physical batch, the noise, each chain of transforms and, with ``--ranks``, the collective and the orthogonalization
+take turns. The chains get fresh noise in the shapes of the model's gradients. Every rank is a
 process with an equal part of the threads (on GPUs, with a device of its own). A part's time runs from a barrier to the
 slowest rank's end; the figure is the median over rounds. Run ``python benchmarks/postprocess.py --help``.
 """
@@ -78,16 +78,10 @@ def parts_of_step(options: argparse.Namespace, rank: int, device: torch.device) 
         parts["noise"] = lambda _: secret_normals(flat.shape, device)
         parts["torch.randn of as many numbers"] = lambda _: torch.randn_like(flat)
         return parts | {name: partial(chain, noise=1.0) for name, chain in chains().items()}
-    # Every matrix is dealt out, whatever it costs.
-    everyone = Ranks(rank, options.ranks, operations_per_byte=1e-9)
-    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
-    mine = torch.randn(-(-matrices // options.ranks), device=device)
     return parts | {
-        "collective": lambda _: everyone.add_up(flat),
+        "collective": lambda _: Ranks(rank, options.ranks).add_up(flat),
         "noise, by rank 0": lambda _: secret_normals(flat.shape, device) if rank == 0 else None,
-        "orthogonalized, every rank all matrices": Chain([Orthogonalize()]),
-        "orthogonalized, each rank its share, gathered": Chain([Orthogonalize()], ranks=everyone),
-        "the same bytes gathered, without the work": lambda _: everyone.gather([mine], like=[[mine]] * options.ranks),
+        "orthogonalized": Chain([Orthogonalize()]),
     }
 
 
@@ -119,21 +113,6 @@ def work(rank: int, options: argparse.Namespace, folder: str) -> None:
         Path(folder, "times.json").write_text(json.dumps(times))
     if options.ranks > 1:
         torch.distributed.destroy_process_group()
-
-
-def rates(options: argparse.Namespace, median: dict[str, float]) -> str:
-    """Bytes and operations behind the times of several ranks."""
-    make, _, _ = training_steps.MODELS[options.model]
-    shapes = [p.shape for p in make().parameters()]
-    numbers = sum(shape.numel() for shape in shapes)
-    operations = sum(Orthogonalize().cost(shape) for shape in shapes)
-    collective, _, everywhere, _, gather = list(median.values())[1:]
-    gathered = 4 * sum(shape.numel() for shape in shapes if len(shape) > 1)
-    return (
-        f"{operations / 1e9:.3g} GFLOP of Newton-Schulz at {operations / everywhere / 1e9:.3g} GFLOP/s, "
-        f"collective {4 * numbers / collective / 1e9:.3g} GB/s, gather {gathered / gather / 1e9:.3g} GB/s, "
-        f"{operations / everywhere * gather / gathered:.0f} operations in the time of a gathered byte"
-    )
 
 
 def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -169,8 +148,6 @@ def main(given: Sequence[str] | None = None) -> None:
     rows = [(name, f"{1e3 * seconds:.1f}", f"{100 * seconds / step:.2f} %") for name, seconds in median.items()]
     rows[0] = (f"gradient of {count} examples", *rows[0][1:])
     print(table(["part", "ms", "of those gradients"], rows))
-    if options.ranks > 1:
-        print(f"\n{rates(options, median)}")
     write_json(options.json, {"machine": machine, "ranks": options.ranks, "batch_size": count, "times": times})
 
 

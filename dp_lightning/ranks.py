@@ -1,7 +1,7 @@
 """The processes that train together, and their collectives."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,15 +21,10 @@ class Ranks:
     Args:
         rank: number of this process.
         size: number of processes.
-        operations_per_byte: floating-point operations that a process does in the time that it takes to gather one byte.
-            Work that takes more than this per byte of its result is worth distributing.
-        operations_per_call: the same for the time that a collective takes in addition to its bytes.
     """
 
     rank: int = 0
     size: int = 1
-    operations_per_byte: float = 0.0
-    operations_per_call: float = 0.0
 
     def add_up(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its sum over ranks, which is the same on each of them bit for bit."""
@@ -43,28 +38,6 @@ class Ranks:
         shared = [value]
         torch.distributed.broadcast_object_list(shared)
         return shared[0]
-
-    def gather(self, mine: Sequence[Tensor], like: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """The results of all ranks, on every rank.
-
-        Args:
-            mine: this rank's results.
-            like: for each rank, tensors with the shapes of its results; all of the same dtype and on the same device.
-        """
-        longest = max(sum(tensor.numel() for tensor in tensors) for tensors in like)
-        sample = next(tensor for tensors in like for tensor in tensors)
-        sent = sample.new_zeros(longest)
-        if mine:
-            flat = torch.cat([tensor.reshape(-1) for tensor in mine])
-            sent[: flat.numel()] = flat
-        received = [torch.empty_like(sent) for _ in like]
-        torch.distributed.all_gather(received, sent)
-        results = []
-        for tensors, flat in zip(like, received, strict=True):
-            sizes = [tensor.numel() for tensor in tensors]
-            pieces = flat[: sum(sizes)].split(sizes)
-            results.append([piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)])
-        return results
 
     def differing(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Names of the tensors that are not the same on every rank; every rank has to call it.

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import Chain, Kalman, Transform
-from dp_lightning.strategies.private import trainer_ranks
 
 
 class PostProcessCallback(Callback):
@@ -34,7 +33,6 @@ class PostProcessCallback(Callback):
         self._privacy: PrivacyCallback | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.chain.ranks = trainer_ranks(trainer)
         if not self.chain.transforms:
             return
         self._privacy = privacy_of(trainer)

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.noise import NoiseTracker
-from dp_lightning.postprocess.sharing import apply_on_ranks
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform
-from dp_lightning.ranks import Ranks
 
 
 class Chain:
@@ -18,7 +16,6 @@ class Chain:
 
     Args:
         transforms: applied from the first to the last. An empty chain returns its input.
-        ranks: the processes that hold the same gradients and call the chain together.
 
     Attributes:
         noise: standard deviation of the noise in each entry of what the last call returned, by parameter name; None
@@ -28,9 +25,8 @@ class Chain:
         ConfigurationError: two transforms with momentum select the same kind of parameter, whatever its name.
     """
 
-    def __init__(self, transforms: Sequence[Transform] = (), *, ranks: Ranks | None = None) -> None:
+    def __init__(self, transforms: Sequence[Transform] = ()) -> None:
         self.transforms = tuple(transforms)
-        self.ranks = ranks or Ranks()
         self.noise: Noise = {}
         everywhere = [t for t in self.transforms if t.has_momentum and t.include is None and not t.exclude]
         for kind in ("matrices", "vectors"):
@@ -89,7 +85,7 @@ class Chain:
         result = dict(gradients)
         levels = self._tracker.step({name: gradient.shape for name, gradient in gradients.items()}, noise)
         for i, transform in enumerate(self.transforms):
-            result, self._states[i] = apply_on_ranks(transform, result, self._states[i], levels[i], self.ranks)
+            result, self._states[i] = transform.apply(result, self._states[i], levels[i])
         self.noise = levels[-1]
         return result
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.matrix import dimension_scale, map_same_shape, map_singular_values, singular_values
-from dp_lightning.postprocess.orthogonalize import Orthogonalize, sides
+from dp_lightning.postprocess.orthogonalize import Orthogonalize
 from dp_lightning.postprocess.scale import NoiseNormalize, Normalize
 from dp_lightning.postprocess.spectrum import Loss, noise_edge, shrunk_values, signal_values
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
@@ -51,9 +51,6 @@ class SpectralShrinkage(Transform):
             )
         self.loss = loss
         self.fallback = None if fallback is None else _without_memory("SpectralShrinkage: fallback", fallback)
-
-    def cost(self, shape: torch.Size) -> float:
-        return _eigenvectors_cost(shape)
 
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         def shrunk(batch: Tensor, level: Tensor) -> Tensor:
@@ -94,9 +91,6 @@ class GatedOrthogonalize(Transform):
         super().__init__(applies_to="matrices", **where)
         self.scale_cap = scale_cap
         self.fallback = _without_memory("GatedOrthogonalize: fallback", fallback or Normalize(norm=1.0))
-
-    def cost(self, shape: torch.Size) -> float:
-        return _eigenvectors_cost(shape)
 
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         def gated(batch: Tensor, level: Tensor) -> Tensor:
@@ -144,10 +138,6 @@ class SelectiveOrthogonalize(Transform):
         self.threshold = threshold
         self.orthogonalize = _without_memory("SelectiveOrthogonalize: orthogonalize", orthogonalize or Orthogonalize())
         self.otherwise = _without_memory("SelectiveOrthogonalize: otherwise", otherwise or NoiseNormalize())
-
-    def cost(self, shape: torch.Size) -> float:
-        short, long = sides(shape)
-        return 2.0 * short**2 * long + 4 / 3 * short**3 + self.orthogonalize.cost(shape)
 
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         levels = _levels("SelectiveOrthogonalize", gradients, noise)
@@ -214,9 +204,3 @@ def _without_memory(title: str, transform: Transform) -> Transform:
             f"changes from step to step. {type(transform).__name__} is not one"
         )
     return transform
-
-
-def _eigenvectors_cost(shape: torch.Size) -> float:
-    short, long = sides(shape)
-    # A Gram matrix, its eigenvectors (Golub and Van Loan, 8.3: 9 n^3) and two products.
-    return 6.0 * short**2 * long + 9.0 * short**3

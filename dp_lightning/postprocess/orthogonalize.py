@@ -52,14 +52,6 @@ class Orthogonalize(Transform):
         self.scale_cap = scale_cap
         self.precision = precision
 
-    def cost(self, shape: torch.Size) -> float:
-        short, long = sides(shape)
-        if self.coefficients == "exact":
-            # A singular value decomposition with the vectors of both sides (Golub and Van Loan, 8.6), and a product.
-            return 8.0 * short**2 * long + 20.0 * short**3
-        # Two products with the short side twice, one with it three times.
-        return self.steps * (4.0 * short**2 * long + 2.0 * short**3)
-
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         def scaled_factor(batch: Tensor) -> Tensor:
             return dimension_scale(batch.shape[1:], cap=self.scale_cap) * self._factor(batch)
@@ -99,21 +91,7 @@ class MagnitudeScale(Transform):
         self.has_memory = transform.has_memory
         self.needs_noise = transform.needs_noise
 
-    def cost(self, shape: torch.Size) -> float:
-        inner = self.transform.cost(shape)
-        if not inner or self.has_memory:
-            return 0.0
-        short, long = sides(shape)
-        # A Gram matrix and its eigenvalues (Golub and Van Loan, 8.3: 4/3 n^3).
-        return inner + 2.0 * short**2 * long + 4 / 3 * short**3
-
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         output, inner_state = self.transform.update(gradients, state, noise)
         norms = map_same_shape(spectral_norm, gradients)
         return {name: norms[name] * value for name, value in output.items()}, inner_state
-
-
-def sides(shape: torch.Size) -> tuple[int, int]:
-    """The shorter and the longer side of a parameter viewed as a matrix."""
-    rows, columns = shape[0], shape[1:].numel()
-    return min(rows, columns), max(rows, columns)

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, TypedDict
 
-import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
@@ -92,14 +91,6 @@ class Transform(ABC):
             may share memory with `gradients` or with each other: the caller may overwrite a gradient in
             place.
         """
-
-    def cost(self, shape: torch.Size) -> float:
-        """Floating-point operations for one parameter of this shape, if they may be distributed over ranks.
-
-        That requires a parameter's output to depend on its gradient alone, without state. With 0, the default, every
-        rank computes every parameter.
-        """
-        return 0.0
 
     def apply(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         """`update` on the parameters that are selected; the others are passed on unchanged."""

@@ -38,7 +38,7 @@ from dp_lightning.private_run.schedule_trial import try_schedules
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.step_logging import StepLogging
 from dp_lightning.private_run.trainer_checks import check_optimizers, require_step
-from dp_lightning.strategies.private import trainer_ranks
+from dp_lightning.ranks import Ranks
 
 # Epsilon by PRV costs a tenth of a second to a second, so a run computes its epsilon this many times.
 _EPSILON_UPDATES = 20
@@ -154,7 +154,7 @@ class PrivateRun:
         self.weights: Callable[[], Mapping[str, Any]] = module.state_dict
         self.on_physical_batch: list[Callable[[int, int], None]] = []
         self.stop_requested = self.stopping = False
-        self._ranks, device = trainer_ranks(trainer), trainer.strategy.root_device
+        self._ranks, device = Ranks(trainer.global_rank, trainer.world_size), trainer.strategy.root_device
         shared = {f"privacy.{name}": value for name, value in settings.values.items()}
         shared |= {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         num_train = shared["number of training examples"] = settings.num_train_of(loader.dataset)

@@ -4,7 +4,6 @@ Lightning's ``ddp`` wraps the module in DistributedDataParallel for the sake of 
 up clipped sums itself, so the module stays unwrapped here.
 """
 
-import lightning.pytorch as pl
 import torch.distributed
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch.nn.parameter import is_lazy
@@ -13,20 +12,6 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.ranks import Ranks
 
 NAME = "dp_ddp"
-# Operations per gathered byte and per collective. CPU: benchmarks/postprocess.py over gloo on one machine. GPUs:
-# 30 TFLOP/s in float32 over 300 GB/s within a node (NVLink) and 30 GB/s between nodes, and 40 and 80 microseconds.
-_CPU = (100.0, 5e7)
-_GPUS_OF_ONE_NODE = (100.0, 1.2e9)
-_GPUS_OF_SEVERAL_NODES = (1000.0, 2.4e9)
-
-
-def trainer_ranks(trainer: pl.Trainer) -> Ranks:
-    """The processes of a trainer's run."""
-    if trainer.strategy.root_device.type == "cpu":
-        per_byte, per_call = _CPU
-    else:
-        per_byte, per_call = _GPUS_OF_ONE_NODE if trainer.num_nodes == 1 else _GPUS_OF_SEVERAL_NODES
-    return Ranks(trainer.global_rank, trainer.world_size, per_byte, per_call)
 
 
 class PrivateStrategy(DDPStrategy):

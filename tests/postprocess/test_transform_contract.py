@@ -1,12 +1,7 @@
 """What every transform promises, checked on every transform."""
 
-import copy
 import inspect
 import io
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 import torch
@@ -31,7 +26,6 @@ from dp_lightning.postprocess import (
     denoise,
     newton_schulz,
 )
-from dp_lightning.ranks import Ranks
 
 # A transform, and what it is by the reference.
 TRANSFORMS = {
@@ -209,41 +203,6 @@ def test_each_parameter_keeps_its_history_when_another_is_absent(transform):
             # A batch of matrices may add in another order than before: float32 rounding.
             torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-5)
     assert torch.isfinite(actual["tall"]).all()
-
-
-@dataclass(frozen=True)
-class Threads(Ranks):
-    """Ranks that are threads of one process."""
-
-    operations_per_byte: float = 1e-9
-    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(2, timeout=60))
-    sent: dict = field(default_factory=dict)
-
-    def gather(self, mine, like):
-        self.sent[self.rank] = [value.clone() for value in mine]
-        self.barrier.wait()
-        gathered = [[value.clone() for value in self.sent[rank]] for rank in range(self.size)]
-        self.barrier.wait()
-        return gathered
-
-
-def two_ranks():
-    first = Threads(0, 2)
-    return first, Threads(1, 2, barrier=first.barrier, sent=first.sent)
-
-
-def test_every_rank_has_the_same_result_where_work_is_dealt_out(transform):
-    """Two ranks as threads, each with the parameters that the other leaves to it."""
-    alone = Chain([transform])
-    dealt = [Chain([copy.deepcopy(transform)], ranks=ranks) for ranks in two_ranks()]
-    for seed in range(3):
-        gradients = draw(seed)
-        expected = alone(gradients, noise=NOISE)
-        with ThreadPoolExecutor(2) as pool:
-            results = list(pool.map(partial(Chain.__call__, gradients=gradients, noise=NOISE), dealt))
-        for name in SHAPES:
-            assert torch.equal(results[0][name], results[1][name])
-            torch.testing.assert_close(results[0][name], expected[name], rtol=1e-4, atol=1e-5)
 
 
 def test_no_transform_reads_the_device(transform):

@@ -16,7 +16,6 @@ from dp_lightning.errors import DpLightningError
 from dp_lightning.postprocess import Momentum, Orthogonalize
 from dp_lightning.privacy import ClipPlan, PrivacyPlan, PrivateStep
 from dp_lightning.ranks import Ranks
-from dp_lightning.strategies import private
 
 
 class Net(pl.LightningModule):
@@ -71,24 +70,11 @@ class Drift(pl.Callback):
                 module.scale[0].add_(1e-6)
 
 
-class Owned(Orthogonalize):
-    """Notes which matrices this rank orthogonalizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def update(self, gradients, state, noise):
-        self.names.append(sorted(gradients))
-        return super().update(gradients, state, noise)
-
-
 def main(settings):
     folder, place = Path(settings["folder"]), int(os.environ.get("LOCAL_RANK", 0))
-    notes, owned, others = Notes(), Owned(), []
-    if settings.get("deal_out"):
-        private._CPU = (1e-9, 0.0)
-        others.append(PostProcessCallback([Momentum(0.9), owned]))
+    notes, others = Notes(), []
+    if settings.get("muon"):
+        others.append(PostProcessCallback([Momentum(0.9), Orthogonalize()]))
     if settings.get("drift"):
         others.append(Drift())
 
@@ -124,7 +110,7 @@ def main(settings):
     if "save" in settings:
         trainer.save_checkpoint(settings["save"])
     found = {name: vars(notes)[name] for name in ("hashes", "drawn", "losses")}
-    found |= {"parameters": dict(module.state_dict()), "owned": owned.names}
+    found |= {"parameters": dict(module.state_dict())}
     found |= {"steps": privacy.ledger.num_steps, "global_step": trainer.global_step}
     torch.save(found, folder / f"rank{trainer.global_rank}.pt")
 

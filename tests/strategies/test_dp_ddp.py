@@ -68,28 +68,24 @@ def test_with_noise_ranks_are_equal_bit_for_bit_after_every_step(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def dealt_out(tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("dealt"), 2, deal_out=True)
+def orthogonalized(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("orthogonalized"), 2, muon=True)
 
 
-def test_matrices_are_dealt_out_and_every_rank_steps_alike(tmp_path, dealt_out):
-    (one,) = fit(tmp_path, 1, deal_out=True)
-    first, second = dealt_out
+def test_ranks_that_orthogonalize_step_alike_and_as_one_process(tmp_path, orthogonalized):
+    (one,) = fit(tmp_path, 1, muon=True)
+    first, second = orthogonalized
     assert first["hashes"] == second["hashes"]
     for name, value in one["parameters"].items():
         torch.testing.assert_close(first["parameters"][name], value, rtol=1e-3, atol=1e-3)
-    for whole, left, right in zip(one["owned"], first["owned"], second["owned"], strict=True):
-        assert sorted(left + right) == whole
-        assert left
-        assert right
 
 
-def test_two_ranks_that_go_on_end_where_two_that_were_not_stopped_end(tmp_path, dealt_out):
+def test_two_ranks_that_go_on_end_where_two_that_were_not_stopped_end(tmp_path, orthogonalized):
     checkpoint = str(tmp_path / "eight.ckpt")
-    fit(tmp_path, 2, deal_out=True, max_steps=8, save=checkpoint)
-    went_on = fit(tmp_path, 2, deal_out=True, ckpt_path=checkpoint)
+    fit(tmp_path, 2, muon=True, max_steps=8, save=checkpoint)
+    went_on = fit(tmp_path, 2, muon=True, ckpt_path=checkpoint)
     for rank in range(2):
-        assert went_on[rank]["hashes"] == dealt_out[rank]["hashes"][8:]
+        assert went_on[rank]["hashes"] == orthogonalized[rank]["hashes"][8:]
 
 
 def test_replicas_that_drift_apart_are_found_at_the_end_of_an_epoch(tmp_path):
