@@ -320,20 +320,10 @@ def test_evaluation_never_guesses_a_checkpoint(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
-@pytest.mark.parametrize("place", ["default_root_dir", "logger", "checkpoints"])
-def test_last_is_the_newest_checkpoint_for_an_evaluation_too(finished_run, checkpoint, tmp_path, place, command):
+def test_last_is_the_newest_checkpoint_for_an_evaluation_too(finished_run, checkpoint, tmp_path, command):
     run = shutil.copytree(finished_run, tmp_path / "lightning_logs" / "version_3")
-    if place == "default_root_dir":
-        given = {"default_root_dir": str(tmp_path)}
-    elif place == "logger":
-        given = {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path)}}}
-    else:
-        kept = {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(run / "checkpoints")}}
-        given = {"callbacks": [kept]}
-    config = f"--config={yaml.safe_dump({'trainer': {'default_root_dir': str(tmp_path / 'new'), **given}})}"
-    read = training.command_line(
-        [command, "--config", str(finished_run / "config.yaml"), config, "--ckpt_path=last"], Stopped
-    )
+    options = ["--ckpt_path=last", f"--trainer.default_root_dir={tmp_path}"]
+    read = training.command_line([command, "--config", str(finished_run / "config.yaml"), *options], Stopped)
     assert read.config_init[command].ckpt_path == str(run / "checkpoints" / checkpoint.name)
 
 

@@ -24,8 +24,7 @@ class PostProcessCallback(Callback):
         transforms: applied in this order. None or an empty list leaves the gradients as they are.
 
     Raises:
-        ConfigurationError: momentum is applied twice to the same parameters; when training starts, what `Chain.check`
-            refuses.
+        ConfigurationError: when training starts, what `Chain.check` refuses.
     """
 
     def __init__(self, transforms: list[Transform] | None = None) -> None:

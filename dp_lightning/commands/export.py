@@ -31,12 +31,12 @@ from dp_lightning.private_run.saved_model import SavedModel
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
 _FORMATS = ("safetensors", "onnx")
-# ITU-R 601, as `ImageFiles` computes it.
 _WINDOWED = (
     "(value - window[0]) / (window[1] - window[0]) * 255 of each value in the file, rounded to the nearest integer and "
     "halves to the even one, clipped to 0 to 255; values of DICOM after rescale slope and intercept, and where low "
     "values are white (MONOCHROME1, WhiteIsZero), 255 - pixel"
 )
+# ITU-R 601, as `ImageFiles` computes it.
 _GREY = "grey: (299 R + 587 G + 114 B + 500) // 1000 of the resized and cropped RGB image"
 
 

@@ -1,26 +1,19 @@
 """`dpl plan`: what batch size, epochs and epsilon do to a run, before it starts.
 
-It prints the noise of every combination, and the noise at which the first singular direction of each trained matrix can
-still be recovered. All of it follows from public numbers: no image is read and no model is trained.
+It prints the noise of every combination, which follows from public numbers: no image is read and no model is trained.
 """
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-from torch import nn
-
-from dp_lightning.analysis import detection_norm, recovery_gap
 from dp_lightning.commands.configs import with_paths
 from dp_lightning.commands.fit_settings import SettingsReader, prepare_to_train
 from dp_lightning.commands.pricing import plan_of, seconds_per_example
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.results import shown_duration
-from dp_lightning.postprocess.matrix import is_matrix
-from dp_lightning.privacy.clipping import ClipPlan
 
 # The heads of columns that have other names in JSON.
 _HEADS = {
@@ -34,7 +27,7 @@ _HEADS = {
 
 
 def main(arguments: list[str]) -> None:
-    """Print two tables, or one JSON object with the same numbers.
+    """Print a table, or one JSON object with the same numbers.
 
     Raises:
         DpLightningError: as ``dpl fit`` would, for wrong settings; if nothing is private, or nothing can be timed.
@@ -70,10 +63,9 @@ def main(arguments: list[str]) -> None:
             "noise_norm_over_clipping_norm": norm / clipping.max_grad_norm,
         }
         runs.append(run if seconds is None else {**run, "seconds": seconds * plan.num_steps * size})
-    matrices = _matrices(cli.model, clipping)
     if options.json:
         numbers = {"num_train": num_train, "delta": plan.delta, "accountant": plan.accountant}
-        print(json.dumps({**numbers, "num_parameters": num_parameters, "runs": runs, "matrices": matrices}))
+        print(json.dumps({**numbers, "num_parameters": num_parameters, "runs": runs}))
         return
     unit = "examples" if cli.privacy.unit_of_privacy == "example" else "persons"
     print(
@@ -82,8 +74,6 @@ def main(arguments: list[str]) -> None:
         f"delta {plan.delta:g}, {plan.accountant.upper()} accountant, {clipping.kind.replace('_', ' ')} clipping at "
         f"C = {clipping.max_grad_norm:g}\n\n{_table(runs)}"
     )
-    if matrices:
-        print(f"\nThe largest noise sd at which the first singular direction of a matrix can be:\n\n{_table(matrices)}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,31 +97,6 @@ def _parser() -> argparse.ArgumentParser:
 def _sizes(privacy: Mapping[str, Any], num_train: int) -> list[int]:
     """Batch sizes from a quarter to four times the configuration's."""
     return sorted({min(max(privacy["expected_batch_size"] * 2**power // 4, 1), num_train) for power in range(5)})
-
-
-def _matrices(model: nn.Module, clipping: ClipPlan) -> list[dict[str, Any]]:
-    """Per shape of trained matrices m x n: their count, and the largest noise sd at which their gradients count.
-
-    A matrix whose gradient is clipped to the norm c can be recovered (Wedin 1972) up to c / (sqrt(m) + sqrt(n)), and
-    detected (Benaych-Georges and Nadakuditi 2012) up to c / (m n)^(1/4): no clipped gradient has a larger s1.
-    """
-    shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-    groups = clipping.groups(shapes)
-    found = Counter(
-        (shapes[name][0], shapes[name][1:].numel(), bound)
-        for names, bound in zip(groups.values(), clipping.bounds(groups), strict=True)
-        for name in names
-        if is_matrix(shapes[name])
-    )
-    return [
-        {
-            "m x n": f"{rows} x {columns}",
-            "matrices": count,
-            "recovered": bound / recovery_gap(rows, columns, noise_level=1.0),
-            "detected": bound / detection_norm(rows, columns, noise_level=1.0),
-        }
-        for (rows, columns, bound), count in found.items()
-    ]
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

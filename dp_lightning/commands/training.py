@@ -111,11 +111,8 @@ def _hint(message: str, flags: set[str]) -> str:
         return did_you_mean(found[1], {*flags, *(name for name in names if name[0].isupper())})
     if found := re.search(r"correspond to a subclass of .*Given value: ([\w.]+)", message, re.DOTALL):
         kind = pydoc.locate(found[1])
-        return (
-            f" {kind.__name__} {OF_THE_OTHER_PACKAGE}"
-            if inspect.isclass(kind) and is_of_the_other_package(kind)
-            else ""
-        )
+        if inspect.isclass(kind) and is_of_the_other_package(kind):
+            return f" {kind.__name__} {OF_THE_OTHER_PACKAGE}"
     if "arguments are required" in message:
         return " `dpl configs` lists configurations, and `dpl init FOLDER` writes one for your images."
     return ""
@@ -192,19 +189,13 @@ class TrainingCLI(CommandLine):
         self.config = self.parser.parse_object({command: {"model": model, **kept}}, self.config)
 
     def _last_checkpoint(self) -> str:
-        """The newest checkpoint where the runs of this configuration leave theirs; no trainer exists yet."""
-        trainer = self.setting(self.config, "trainer")
-        given = [trainer.get(name) for name in ("logger", "callbacks")]
-        parts = [part for value in given for part in (value if isinstance(value, list) else [value])]
-        settings = [part.get("init_args", {}) for part in parts if isinstance(part, Namespace)]
-        places = [each.get(name) for each in settings for name in ("save_dir", "dirpath")]
-        roots = [Path(place) for place in (trainer.get("default_root_dir") or ".", *places) if place]
-        depths = "checkpoints", "*/checkpoints", "*/*/checkpoints"
-        found = [folder for root in roots for depth in depths for folder in root.glob(depth)]
-        if (path := newest_checkpoint([*roots, *found], self.setting(self.config, "weights_only"))) is None:
+        """The newest checkpoint in ``trainer.default_root_dir``, or below it where a logger keeps a run's folder."""
+        root = Path(self.setting(self.config, "trainer").get("default_root_dir") or ".")
+        folders = [folder for above in ("", "*/", "*/*/") for folder in root.glob(f"{above}checkpoints")]
+        if (path := newest_checkpoint([root, *folders], self.setting(self.config, "weights_only"))) is None:
             raise ConfigurationError(
-                f"ckpt_path is 'last', but there is no checkpoint of a run in {', '.join(map(str, roots))}. Give the "
-                "path of one, or the run's trainer.default_root_dir."
+                f"ckpt_path is 'last', but there is no checkpoint of a run in {root}. Give the path of one, or the "
+                "run's trainer.default_root_dir."
             )
         return path
 

@@ -20,18 +20,11 @@ class Chain:
     Attributes:
         noise: standard deviation of the noise in each entry of what the last call returned, by parameter name; None
             if a transform that is not linear has acted.
-
-    Raises:
-        ConfigurationError: two transforms with momentum select the same kind of parameter, whatever its name.
     """
 
     def __init__(self, transforms: Sequence[Transform] = ()) -> None:
         self.transforms = tuple(transforms)
         self.noise: Noise = {}
-        everywhere = [t for t in self.transforms if t.has_momentum and t.include is None and not t.exclude]
-        for kind in ("matrices", "vectors"):
-            if sum(kind in transform.kinds() for transform in everywhere) > 1:
-                raise _two_momenta(f"the {kind}")
         self._states: list[State] = [{} for _ in self.transforms]
         self._tracker = NoiseTracker(self.transforms)
 
@@ -59,7 +52,10 @@ class Chain:
                 )
             for name in selected:
                 if transform.has_momentum and with_momentum.setdefault(name, place) != place:
-                    raise _two_momenta(name)
+                    raise ConfigurationError(
+                        f"transforms: momentum is applied twice to {name}; keep one Momentum for it, or make "
+                        "applies_to, include and exclude of the two select different parameters"
+                    )
                 if transform.needs_noise and level[name] is None:
                     raise ConfigurationError(
                         f"{title} needs the noise of the privatized gradient, which is not known for {name} here. "
@@ -112,10 +108,3 @@ class Chain:
         """The key of each state; it contains every setting if the state is valid only under these settings."""
         titles = [repr(t) if t.has_memory else type(t).__name__ for t in self.transforms]
         return [f"{i}.{title}" for i, title in enumerate(titles)]
-
-
-def _two_momenta(where: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"transforms: momentum is applied twice to {where}; keep one Momentum for them, or make applies_to, "
-        "include and exclude of the two select different parameters"
-    )

@@ -17,7 +17,7 @@ from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess.matrix import dimension_scale, map_same_shape, map_singular_values, singular_values
 from dp_lightning.postprocess.orthogonalize import Orthogonalize
 from dp_lightning.postprocess.scale import NoiseNormalize, Normalize
-from dp_lightning.postprocess.spectrum import Loss, noise_edge, shrunk_values, signal_values
+from dp_lightning.postprocess.spectrum import noise_edge, shrunk_values, signal_values
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform, Where
 from dp_lightning.processors import read_at_once
 
@@ -26,14 +26,14 @@ Choice = Callable[[Gradients], Gradients]
 
 
 class SpectralShrinkage(Transform):
-    """The estimate of the noiseless matrix that shrinks singular values best (Gavish and Donoho 2017, Leeb 2022).
+    """The estimate of the noiseless matrix that shrinks singular values best (Gavish and Donoho 2017).
 
-    Applies to matrices. It is best among functions of the singular values, for large matrices of low rank. A matrix
-    with no singular value above the noise becomes zero. A signal of many weak directions lies below the noise, and is
-    removed with it: where no matrix moves, use a larger batch or more momentum, or set ``fallback``.
+    Applies to matrices. Among functions of the singular values it has the smallest error in the Frobenius norm, for
+    large matrices of low rank. A matrix with no singular value above the noise becomes zero. A signal of many weak
+    directions lies below the noise, and is removed with it: where no matrix moves, use a larger batch or more momentum,
+    or set ``fallback``.
 
     Args:
-        loss: the norm in which the error is smallest.
         fallback: a transform without memory for a matrix whose largest singular value is below `noise_edge`. None
             shrinks it too, which leaves little or nothing of noise alone.
 
@@ -43,13 +43,8 @@ class SpectralShrinkage(Transform):
 
     needs_noise = True
 
-    def __init__(self, *, loss: Loss = "frobenius", fallback: Transform | None = None, **where: Unpack[Where]) -> None:
+    def __init__(self, *, fallback: Transform | None = None, **where: Unpack[Where]) -> None:
         super().__init__(applies_to="matrices", **where)
-        if loss not in ("frobenius", "operator", "nuclear"):
-            raise ConfigurationError(
-                f"SpectralShrinkage: loss must be 'frobenius', 'operator' or 'nuclear', got {loss!r}"
-            )
-        self.loss = loss
         self.fallback = None if fallback is None else _without_memory("SpectralShrinkage: fallback", fallback)
 
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
@@ -58,7 +53,7 @@ class SpectralShrinkage(Transform):
             edge = 0.0 if self.fallback is None else level.unsqueeze(-1) * noise_edge(rows, columns)
 
             def shrink(values: Tensor) -> Tensor:
-                best = shrunk_values(values, rows, columns, level, loss=self.loss)
+                best = shrunk_values(values, rows, columns, level)
                 return torch.where(values[..., -1:] >= edge, best, 0.0)
 
             return map_singular_values(batch, shrink)

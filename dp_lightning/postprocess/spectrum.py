@@ -11,12 +11,9 @@ matrices; at the sizes of convolutions it holds to a few per cent.
 """
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-Loss = Literal["frobenius", "operator", "nuclear"]
 
 # 99 % quantile of the Tracy-Widom distribution for real matrices (Bejan 2005).
 _TRACY_WIDOM_99 = 2.0234
@@ -45,33 +42,22 @@ def signal_values(values: Tensor, rows: int, columns: int, noise: Tensor) -> Ten
     return found.to(values.dtype)
 
 
-def shrunk_values(values: Tensor, rows: int, columns: int, noise: Tensor, *, loss: Loss) -> Tensor:
+def shrunk_values(values: Tensor, rows: int, columns: int, noise: Tensor) -> Tensor:
     """The best singular values for an estimate of X with the singular vectors of Y.
 
-    With z as above, for y above the edge 1 + sqrt(beta) of the bulk and zero below it:
+    The error in the Frobenius norm is smallest at (Gavish and Donoho 2017)
 
-        frobenius: sqrt((y^2 - beta - 1)^2 - 4 beta) / y                (Gavish and Donoho 2017),
-        nuclear:   max(0, z^4 - beta - sqrt(beta) z y) / (z^2 y)        (the same),
-        operator:  z sqrt((z^2 + beta) / (z^2 + 1))                     (Leeb 2022).
+        sqrt((y^2 - beta - 1)^2 - 4 beta) / y
 
-    Let c and d be the cosines between the singular vectors of Y and those of X. The error is then a 2 x 2 matrix, and
-    its norms are smallest at z c d, z (c d - sqrt(1 - c^2) sqrt(1 - d^2)) and z min(c, d) / max(c, d). For the
-    operator norm Gavish and Donoho give z, which is the last of these for square matrices only.
+    for y above the edge 1 + sqrt(beta) of the bulk, and at zero below it. It is z c d, where c and d are the cosines
+    between the singular vectors of Y and those of X.
 
     Args:
         values, rows, columns, noise: see `signal_values`.
-        loss: the norm in which the error is smallest in the limit of large matrices.
     """
     y, beta, scale = _normalized(values, rows, columns, noise)
-    z = _signal(y, beta)
-    above = z > 0
-    y, z = torch.where(above, y, 1.0), torch.where(above, z, 1.0)
-    if loss == "frobenius":
-        shrunk = ((y.square() - beta - 1).square() - 4 * beta).clamp_min(0).sqrt() / y
-    elif loss == "operator":
-        shrunk = z * ((z.square() + beta) / (z.square() + 1)).sqrt()
-    else:
-        shrunk = (z**4 - beta - math.sqrt(beta) * z * y).clamp_min(0) / (z.square() * y)
+    above = y > 1 + math.sqrt(beta)
+    shrunk = ((y.square() - beta - 1).square() - 4 * beta).clamp_min(0).sqrt() / torch.where(above, y, 1.0)
     return torch.where(scale > 0, scale * torch.where(above, shrunk, 0.0), values).to(values.dtype)
 
 

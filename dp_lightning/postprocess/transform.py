@@ -99,15 +99,11 @@ class Transform(ABC):
         updated, new_state = self.update(selected, present, noise)
         return {**gradients, **updated}, {**state, **new_state}
 
-    def kinds(self) -> set[str]:
-        """The kinds of parameter that this transform selects: "matrices", "vectors" or both."""
-        return {"matrices", "vectors"} if self.applies_to == "all" else {self.applies_to}
-
     def selects(self, name: str, shape: Sequence[int]) -> bool:
         """Whether the transform acts on the parameter of this name and shape."""
         included = self.include is None or any(fnmatchcase(name, pattern) for pattern in self.include)
         excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
-        return included and not excluded and ("matrices" if is_matrix(shape) else "vectors") in self.kinds()
+        return included and not excluded and self.applies_to in ("all", "matrices" if is_matrix(shape) else "vectors")
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
         """The patterns that no parameter's name matches."""

@@ -14,8 +14,6 @@ from dp_lightning.privacy.plan import RunShape
 
 CONFIG = "digits --privacy.accountant rdp --trainer.accelerator cpu"
 N, D = 1437, 5050
-# The trained matrices of the digits network: convolutions of 1 to 16 and 16 to 16 channels, 10 classes of 256 features.
-SHAPES = [(16, 9), (16, 144), (10, 256)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +50,8 @@ def test_every_combination_has_the_noise_of_its_own_plan(capsys, touched):
     assert not touched
 
 
-@pytest.mark.parametrize(("clipping", "bound", "sensitivity"), [("flat", 1.0, 1.0), ("per_layer", 3**0.5, 3.0)])
-def test_a_configuration_gives_its_numbers_and_the_limits_of_its_matrices(capsys, clipping, bound, sensitivity):
-    # The three layers are two convolutions and the classifier.
+@pytest.mark.parametrize(("clipping", "sensitivity"), [("flat", 1.0), ("per_layer", 3.0)])
+def test_a_configuration_gives_its_numbers(capsys, clipping, sensitivity):
     found = answer(capsys, f"{CONFIG} --privacy.clipping {clipping} --privacy.max_grad_norm {sensitivity}")
     assert [found[name] for name in ("num_train", "delta", "accountant", "num_parameters")] == [N, 1e-4, "rdp", D]
     assert [run["expected_batch_size"] for run in found["runs"]] == [128, 256, 512, 1024, N]
@@ -62,10 +59,6 @@ def test_a_configuration_gives_its_numbers_and_the_limits_of_its_matrices(capsys
     for run in found["runs"]:
         expected = sensitivity * run["noise_multiplier"] / run["expected_batch_size"]
         assert run["noise_level"] == pytest.approx(expected)
-    for matrix, (m, n) in zip(found["matrices"], SHAPES, strict=True):
-        assert (matrix["m x n"], matrix["matrices"]) == (f"{m} x {n}", 1)
-        assert matrix["recovered"] * (m**0.5 + n**0.5) == pytest.approx(bound)
-        assert matrix["detected"] * (m * n) ** 0.25 == pytest.approx(bound)
 
 
 def test_noise_that_is_set_gives_the_epsilon_that_it_spends(capsys):

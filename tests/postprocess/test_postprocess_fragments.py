@@ -79,7 +79,7 @@ def test_a_fragment_is_the_method_of_its_name(fragment, compose):
     chain, optimizer, _ = compose(fragment)
     assert optimizer.class_path == f"torch.optim.{name}"
     assert optimizer.init_args.get("momentum") == momentum
-    assert [type(t).__name__ for t in chain.transforms if "matrices" in t.kinds()] == transforms
+    assert [type(t).__name__ for t in chain.transforms if t.applies_to != "vectors"] == transforms
     chain.check({"net.weight": torch.Size((4, 5)), "net.bias": torch.Size((4,))}, noise=1.0)
     if lr is not None:
         assert optimizer.init_args.lr == lr

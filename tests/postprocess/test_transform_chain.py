@@ -15,19 +15,6 @@ def test_transforms_act_in_the_given_order():
     torch.testing.assert_close(scaled_last, 10 * scaled_first, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("transforms", "kind"),
-    [
-        ([Momentum(), Orthogonalize(), Momentum()], "matrices"),
-        ([Momentum(applies_to="all"), Momentum(applies_to="vectors")], "vectors"),
-        ([Momentum(), MagnitudeScale(Momentum())], "matrices"),
-    ],
-)
-def test_momentum_twice_on_one_kind_of_parameter_is_refused(transforms, kind):
-    with pytest.raises(ConfigurationError, match=f"momentum is applied twice to the {kind}"):
-        Chain(transforms)
-
-
 def test_a_state_dict_is_a_snapshot():
     chain = Chain([Momentum()])
     chain({"w": torch.ones(2, 2)})

@@ -67,9 +67,7 @@ TRANSFORMS = {
     "normalize": (Normalize, written_out.normalize()),
     "normalize_to_one": (lambda: Normalize(norm=1.0), written_out.normalize(1.0)),
     "noise_normalize": (NoiseNormalize, written_out.noise_normalize),
-    "shrinkage_frobenius": (SpectralShrinkage, written_out.shrinkage("frobenius")),
-    "shrinkage_operator": (lambda: SpectralShrinkage(loss="operator"), written_out.shrinkage("operator")),
-    "shrinkage_nuclear": (lambda: SpectralShrinkage(loss="nuclear"), written_out.shrinkage("nuclear")),
+    "shrinkage": (SpectralShrinkage, written_out.shrinkage),
     "gated": (GatedOrthogonalize, written_out.gated),
     "selective_detection": (SelectiveOrthogonalize, written_out.selective("detection")),
     "selective_recovery": (lambda: SelectiveOrthogonalize(threshold="recovery"), written_out.selective("recovery")),
@@ -213,7 +211,7 @@ def test_no_transform_reads_the_device(transform):
     assert all(value.device.type == "meta" for value in found.values())
 
 
-@pytest.mark.parametrize("name", ["selective_detection", "gated", "shrinkage_frobenius"])
+@pytest.mark.parametrize("name", ["selective_detection", "gated", "shrinkage"])
 def test_a_device_decides_as_a_cpu_does(monkeypatch, name):
     make, _ = TRANSFORMS[name]
     here = Chain([make()])(draw(0), noise=NOISE)
@@ -304,7 +302,6 @@ def test_the_kalman_gain_starts_at_one_and_settles_at_0_686_for_a_noise_ratio_of
         (lambda: Kalman(process_to_measurement_ratio=0.0), "process_to_measurement_ratio"),
         (lambda: Kalman(gain=1.5), r"amplifies the noise.*process_to_measurement_ratio.*0\.686"),
         (lambda: Scale(0.0), "factor"),
-        (lambda: SpectralShrinkage(loss="huber"), "loss"),
         (lambda: SelectiveOrthogonalize(threshold="bbp"), "threshold"),
         (lambda: Normalize(norm=0.0), "norm"),
         (lambda: Normalize(scale_cap=0.0).norm_of((2, 3)), "scale_cap"),

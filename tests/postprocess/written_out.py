@@ -134,32 +134,21 @@ def signal(s, m, n, level):
     return z * level * math.sqrt(n)
 
 
-def shrinkage(loss):
+def shrinkage(gradients, noise):
     """The size that the cosines between the singular vectors of signal and data ask for."""
-
-    def method(gradients, noise):
-        x = matrix(gradients[-1])
-        m, n = min(x.shape), max(x.shape)
-        beta, unit = m / n, noise[-1] * math.sqrt(n)
-        u, values, vh = torch.linalg.svd(x, full_matrices=False)
-        shrunk = []
-        for s in values.tolist():
-            z = signal(s, m, n, noise[-1]) / unit
-            if z == 0:
-                shrunk.append(0.0)
-                continue
+    x = matrix(gradients[-1])
+    m, n = min(x.shape), max(x.shape)
+    beta, unit = m / n, noise[-1] * math.sqrt(n)
+    u, values, vh = torch.linalg.svd(x, full_matrices=False)
+    shrunk = []
+    for s in values.tolist():
+        if z := signal(s, m, n, noise[-1]) / unit:
             left = math.sqrt((z**4 - beta) / (z**4 + beta * z**2))
             right = math.sqrt((z**4 - beta) / (z**4 + z**2))
-            sines = math.sqrt((1 - left**2) * (1 - right**2))
-            best = {
-                "frobenius": left * right,
-                "operator": min(left, right) / max(left, right),
-                "nuclear": max(0.0, left * right - sines),
-            }
-            shrunk.append(unit * z * best[loss])
-        return (u * torch.tensor(shrunk, dtype=torch.float64) @ vh).view_as(gradients[-1])
-
-    return method
+            shrunk.append(unit * z * left * right)
+        else:
+            shrunk.append(0.0)
+    return (u * torch.tensor(shrunk, dtype=torch.float64) @ vh).view_as(gradients[-1])
 
 
 def johnstone_edge(m, n):
