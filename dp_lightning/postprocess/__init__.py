@@ -2,7 +2,7 @@
 
 from dp_lightning.postprocess.chain import Chain
 from dp_lightning.postprocess.denoise import GatedOrthogonalize, SelectiveOrthogonalize, SpectralShrinkage
-from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
+from dp_lightning.postprocess.entrywise_linear import EntrywiseLinear, Memory
 from dp_lightning.postprocess.filters import Kalman, LowPass, Momentum
 from dp_lightning.postprocess.matrix import (
     as_matrix,
@@ -21,7 +21,6 @@ from dp_lightning.postprocess.transform import Gradients, Noise, State, Transfor
 
 __all__ = [
     "Chain",
-    "Entry",
     "EntrywiseLinear",
     "GatedOrthogonalize",
     "Gradients",

@@ -31,12 +31,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Unpack
 
 import torch
+from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
+from dp_lightning.postprocess.entrywise_linear import EntrywiseLinear, Memory
 from dp_lightning.postprocess.transform import AppliesTo, Where
 
-T = TypeVar("T")  # an entry, or a public number
+T = TypeVar("T")  # a tensor, or a public number
 
 
 class Momentum(EntrywiseLinear):
@@ -68,8 +69,8 @@ class Momentum(EntrywiseLinear):
         self.beta = beta
         self.kind = kind
 
-    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
-        previous = memory.entries["momentum"] if memory.entries else value.zeros()
+    def step(self, value: Tensor, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Memory]:
+        previous = memory.entries["momentum"] if memory.entries else torch.zeros_like(value)
         if self.kind == "heavy_ball":
             momentum = self.beta * previous + value
             return momentum, Memory({"momentum": momentum})
@@ -121,8 +122,8 @@ class LowPass(EntrywiseLinear):
         self.b = tuple(b)
         self.bias_correction = bias_correction
 
-    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
-        filtered, entries = self._recursion(value, memory.entries, zero=value.zeros())
+    def step(self, value: Tensor, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Memory]:
+        filtered, entries = self._recursion(value, memory.entries, zero=torch.zeros_like(value))
         if not self.bias_correction:
             return filtered, Memory(entries)
         response, numbers = self._recursion(1.0, memory.numbers, zero=0.0)
@@ -197,7 +198,7 @@ class Kalman(EntrywiseLinear):
         self.gain = gain
         self.process_to_measurement_ratio = ratio
 
-    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
+    def step(self, value: Tensor, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Memory]:
         gain, numbers = self._gain(memory.numbers)
         estimate = (1 - gain) * memory.entries["estimate"] + gain * value if memory.entries else value
         return estimate, Memory({"estimate": estimate}, numbers)

@@ -14,9 +14,10 @@ import math
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.postprocess.entrywise_linear import Entry, EntrywiseLinear, Memory
+from dp_lightning.postprocess.entrywise_linear import EntrywiseLinear, Memory
 from dp_lightning.postprocess.matrix import at_least_float32, dimension_scale, nonzero, unit_range
 from dp_lightning.postprocess.transform import AppliesTo, Gradients, Noise, State, Transform, Where
 
@@ -37,7 +38,7 @@ class Scale(EntrywiseLinear):
             raise ConfigurationError(f"Scale: factor must be positive and finite, got {factor}")
         self.factor = factor
 
-    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
+    def step(self, value: Tensor, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Memory]:
         return self.factor * value, Memory()
 
 
@@ -89,7 +90,7 @@ class NoiseNormalize(_OfNorm, EntrywiseLinear):
 
     needs_noise = True
 
-    def step(self, value: Entry, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Entry, Memory]:
+    def step(self, value: Tensor, memory: Memory, *, noise: float | None, shape: torch.Size) -> tuple[Tensor, Memory]:
         if not noise:
             raise ConfigurationError(
                 "NoiseNormalize divides by the norm of the noise, but there is none or it is not known. Train with "

@@ -4,10 +4,8 @@ import json
 import re
 import subprocess
 import time
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
@@ -17,7 +15,7 @@ from dp_lightning.commands.fit_settings import SettingsReader
 from dp_lightning.experiments import runs
 from dp_lightning.experiments.grid import Grid
 from dp_lightning.experiments.results import published
-from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.plan import RunShape
 
 SWEEPS = sorted((Path(__file__).parents[2] / "configs" / "grids").glob("*.yaml"))
 QUICK = {
@@ -196,21 +194,3 @@ def test_the_settings_of_every_grid_parse():
                 composed = read(cell.arguments)
                 # The images by which a tuned axis is chosen.
                 assert grid.tuned is None or "'val_fraction': 0.1" in str(composed["data"])
-
-
-@pytest.mark.usefixtures("untimed")
-@pytest.mark.parametrize("name", ["literal_per_layer", "vit_cifar100"])
-def test_a_dry_run_prices_shipped_grids(name, monkeypatch, capsys, tmp_path):
-    path = SWEEPS[0].with_name(f"{name}.yaml")
-    cells = Grid.cells
-    monkeypatch.setattr(Grid, "cells", lambda *arguments: islice(cells(*arguments), 1))
-    monkeypatch.setattr(
-        "dp_lightning.private_run.settings._calibrated",
-        lambda shape, target, **others: shape.with_noise(50.0, target_epsilon=target),
-    )
-    monkeypatch.setattr(PrivacyPlan, "epsilon", lambda plan, accountant=None: plan.target_epsilon)
-    images = np.zeros((20_000, 16, 16, 3), np.uint8)
-    np.savez(tmp_path / "images.npz", train_images=images, train_labels=np.arange(len(images)) % 10)
-    options = ["--override", f"data.init_args.path={tmp_path / 'images.npz'}"] if name == "literal_per_layer" else []
-    main(["sweep", str(path), "--dry-run", *options])
-    assert "sigma 50, " in capsys.readouterr().out

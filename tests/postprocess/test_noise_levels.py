@@ -22,14 +22,27 @@ from dp_lightning.postprocess import (
 
 
 class Decaying(EntrywiseLinear):
-    """1/t of the sum of the gradients so far, which uses all that an entry can do."""
+    """1/t of the sum of the gradients so far."""
 
     has_memory = True
 
     def step(self, value, memory, *, noise, shape):
         steps = memory.numbers.get("steps", 0) + 1
-        total = memory.entries.get("total", value.zeros()) + 2.0 * value - value * 1
+        total = memory.entries.get("total", torch.zeros_like(value)) + 2.0 * value - value * 1
         return total / steps, Memory({"total": total}, {"steps": steps})
+
+
+def test_a_public_number_is_kept_exactly():
+    third = 1 / 3
+
+    class Thirds(EntrywiseLinear):
+        def step(self, value, memory, *, noise, shape):
+            assert memory.numbers.get("third", third) == third
+            return value, Memory({}, {"third": third})
+
+    transform, slots = Thirds(), {}
+    for _ in range(2):
+        _, slots = transform.advance(torch.ones(2), slots, noise=None, shape=torch.Size((2,)))
 
 
 CHAINS = {
