@@ -143,6 +143,20 @@ WRONG = {
         ["--data=ImageFolder", "--data.root=/nowhere", "--model.init_args.weights=/nowhere.pth"],
         "weights /nowhere.pth is not a file",
     ),
+    "timm": (
+        [
+            "--data=ImageFolder",
+            "--data.root=/nowhere",
+            "--model=TimmModule",
+            "--model.name=x",
+            "--model.weights=/no.pth",
+        ],
+        "weights /no.pth is not a file",
+    ),
+    "backbone": (
+        ["--data=CachedFeatures", "--data.images=Digits", "--data.backbone=x", "--data.weights=/no.pth"],
+        "weights /no.pth is not a file",
+    ),
     "checkpoint": (["--ckpt_path", "nothere.ckpt"], "ckpt_path nothere.ckpt is not a file.*'last'"),
 }
 
