@@ -80,11 +80,6 @@ def test_the_simulated_recovery_of_one_direction_is_that_of_the_closed_form(shap
     assert float(found.mean()) == pytest.approx(expected, abs=0.02)
 
 
-def test_draws_differ_also_in_portions(monkeypatch):
-    monkeypatch.setattr("dp_lightning.analysis.recovery._ENTRIES", 3 * 16 * 40)
-    assert len(direction_recovery(torch.tensor([3.0, 1.0]), 16, 40, noise_level=0.2, trials=8).unique()) == 8
-
-
 def test_recovery_rises_with_the_batch_size_as_in_the_papers_overview():
     """0.90 at B = 256 and 0.99 from B = 1024 on, for a spectrum of the paper's effective rank of 6.
 

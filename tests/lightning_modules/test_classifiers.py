@@ -177,12 +177,6 @@ def test_loaders_without_a_known_name_are_refused(tmp_path):
         trainer(tmp_path).validate(ImageClassifier(Fixed(), 3), dataloaders=loaders, verbose=False)
 
 
-def test_predictions_are_class_probabilities(tmp_path):
-    (probabilities,) = trainer(tmp_path).predict(ImageClassifier(Fixed(), 3), loader([0, 2], [1, 1]))
-    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(2))
-    assert probabilities.argmax(dim=1).tolist() == [0, 2]
-
-
 @pytest.mark.parametrize(
     "make",
     [
