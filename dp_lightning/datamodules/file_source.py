@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group
 
 #: Names of images end so; of an animation the first image is read.
-IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif", ".jp2", ".j2k", ".pfm", *DICOM_EXTENSIONS)
+IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif", ".jp2", ".j2k", *DICOM_EXTENSIONS)
 #: A data set with fewer files is read before a run unless it says otherwise.
 READ_FIRST_BELOW = 20_000
 # Number of bad files that an error names.
@@ -44,7 +44,9 @@ class FileSource:
         persons: list[Group] | None = None,
         window: Window | None = None,
     ) -> None:
-        self.paths, self.labels, self.persons, self.window = FileNames(paths), labels, persons, window
+        # Worker processes share an array, and would copy a list: reading an object changes its reference count.
+        self.paths = np.array(paths, dtype=np.str_)
+        self.labels, self.persons, self.window = labels, persons, window
 
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
         images: list[Tensor] = []
@@ -53,12 +55,10 @@ class FileSource:
             if position == 0 or index != indices[position - 1]:
                 try:
                     image = open_image(path, self.window)
-                except ConfigurationError as error:
-                    raise DataError(f"{path}: {error}.") from error
                 except ValueError as error:
                     raise DataError(
-                        f"{path} cannot be read as an image ({error}); replace it or remove it. The setting "
-                        "read_first: true of the data finds all such files before a run begins"
+                        f"{path} cannot be read as an image ({error}). The setting read_first: true of the data finds "
+                        "all such files before a run begins"
                     ) from error
             images.append(image if transform is None else transform(image))
         return torch.stack(images)
@@ -70,22 +70,6 @@ class FileSource:
             facts = os.stat(path)
             found.update(os.fsencode(f"{os.path.basename(path)}/{facts.st_size}/{facts.st_mtime_ns}/"))
         return found.digest()
-
-
-class FileNames(Sequence[str]):
-    """Paths in one array, which worker processes share with the main process.
-
-    A list of strings would be copied page by page, since reading an object changes its reference count.
-    """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, index: Any) -> Any:
-        return os.fsdecode(self._names[index])
 
 
 def each_file(look: Callable[[str], _Found], paths: Sequence[str], where: str) -> Iterator[_Found]:

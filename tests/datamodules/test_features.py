@@ -245,7 +245,7 @@ def test_other_images_have_files_of_their_own(tmp_path, weights, changed):
     assert torch.equal(data._sets["train"].tensors[1], images.train_dataset.labels)
 
 
-@pytest.mark.parametrize("change", ["weights", "size", "nothing"])
+@pytest.mark.parametrize("change", ["weights", "size", "window", "nothing"])
 def test_what_changes_features_changes_their_folder(tmp_path, weights, change):
     settings = {"weights": weights, "input_size": 32, "cache": str(tmp_path)}
     first = CachedFeatures(arrays(tmp_path), BACKBONE, **settings)
@@ -254,5 +254,7 @@ def test_what_changes_features_changes_their_folder(tmp_path, weights, change):
         torch.save(timm.create_model(BACKBONE, num_classes=3).state_dict(), settings["weights"])
     elif change == "size":
         settings["input_size"] = 64
-    other = CachedFeatures(arrays(tmp_path), BACKBONE, **settings)
+    images = arrays(tmp_path)
+    images.window = (0, 100) if change == "window" else None
+    other = CachedFeatures(images, BACKBONE, **settings)
     assert (other.folder == first.folder) == (change == "nothing")
