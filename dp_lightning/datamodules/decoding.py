@@ -1,7 +1,7 @@
 """Decodes one image file: its values, turned as a viewer shows them, and what of them is black and white.
 
-Pillow reads all formats but DICOM. More than 8 bits are read of grey PNG, TIFF and DICOM files, and refused where Pillow
-scales the values or squeezes them into 8 bits.
+Pillow reads all formats but DICOM. More than 8 bits are read of grey PNG, TIFF and DICOM files; others are refused,
+since Pillow scales their values or squeezes them into 8 bits.
 """
 
 from contextlib import suppress

@@ -45,7 +45,7 @@ class FileSource:
         window: Window | None = None,
     ) -> None:
         # Worker processes share an array, and would copy a list: reading an object changes its reference count.
-        self.paths = np.array(paths, dtype=np.str_)
+        self.paths: Sequence[str] = np.array(paths, dtype=np.str_)  # type: ignore[assignment]
         self.labels, self.persons, self.window = labels, persons, window
 
     def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:

@@ -104,7 +104,7 @@ class ImageFiles(lightning.LightningDataModule):
     def predict_dataloader(self) -> DataLoader:
         read = partial(_read, decode=self._open, prepare=self._prepare, normalize=self._normalize, blank=self._blank)
         return DataLoader(
-            np.array(self.paths, dtype=np.str_),
+            np.array(self.paths, dtype=np.str_),  # type: ignore[arg-type]
             batch_size=self.batch_size,
             num_workers=self.num_workers,
             collate_fn=read,

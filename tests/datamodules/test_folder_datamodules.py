@@ -207,7 +207,10 @@ def test_a_number_of_files_decides_whether_they_are_read_first_unless_the_settin
         (lambda root: shutil.rmtree(root / "train"), r"train is missing; set data.init_args.root"),
         (lambda root: [shutil.rmtree(path) for path in (root / "train").iterdir()], "train has no class folders"),
         (lambda root: (root / "train" / "eel").mkdir(), r"no image files are in .*train/eel; remove the folder"),
-        (lambda root: write_image(root / "val" / "eel" / "0.png"), r"val has classes that .* not have: eel"),
+        (
+            lambda root: write_image(root / "val" / "eel" / "0.png"),
+            r"images in .* have classes that no training image has: eel",
+        ),
         (lambda root: write_image(root / "val" / "0.png"), r"val/0.png is not .*/val/<class>/<image>\. Move or remove"),
     ],
 )
