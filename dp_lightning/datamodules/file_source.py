@@ -12,7 +12,6 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.decoding import DICOM_EXTENSIONS, Window, open_image
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group
@@ -47,21 +46,20 @@ class FileSource:
         # Worker processes share an array, and would copy a list: reading an object changes its reference count.
         self.paths: Sequence[str] = np.array(paths, dtype=np.str_)  # type: ignore[assignment]
         self.labels, self.persons, self.window = labels, persons, window
+        # The place and the image of the last file, which is decoded once for several views in a row.
+        self._decoded = (-1, torch.empty(0))
 
-    def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
-        images: list[Tensor] = []
-        for position, index in enumerate(indices):
+    def read(self, index: int) -> Tensor:
+        if index != self._decoded[0]:
             path = self.paths[index]
-            if position == 0 or index != indices[position - 1]:
-                try:
-                    image = open_image(path, self.window)
-                except ValueError as error:
-                    raise DataError(
-                        f"{path} cannot be read as an image ({error}). The setting read_first: true of the data finds "
-                        "all such files before a run begins"
-                    ) from error
-            images.append(image if transform is None else transform(image))
-        return torch.stack(images)
+            try:
+                self._decoded = index, open_image(path, self.window)
+            except ValueError as error:
+                raise DataError(
+                    f"{path} cannot be read as an image ({error}). The setting read_first: true of the data finds all "
+                    "such files before a run begins"
+                ) from error
+        return self._decoded[1]
 
     def digest(self, indices: Tensor) -> bytes:
         """Return a digest of the name, the size and the modification time of each file; no file is read."""

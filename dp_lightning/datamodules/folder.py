@@ -35,7 +35,6 @@ from dp_lightning.datamodules.tables import Table, tables_beside
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group, checked_group, checked_groups
 
-_PREFERRED = [name for names in SPLIT_NAMES.values() for name in names]
 _Found = TypeVar("_Found")
 
 
@@ -144,8 +143,7 @@ class ImageFolder(ImageDataModule):
     def split_folders(self) -> dict[Split, Path]:
         """The folder of each split that the data has."""
         entries = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
-        named = sorted((n for n in entries if split_of(n)), key=lambda n: _PREFERRED.index(n.lower()))
-        folders = {split_of(name): self.root / name for name in reversed(named)}
+        folders = {split_of(name): self.root / name for name in reversed(entries) if split_of(name)}
         found = {split: folders[split] for split in self.split_names if split in folders}
         if "train" not in found:
             raise DataError(
@@ -154,9 +152,10 @@ class ImageFolder(ImageDataModule):
             )
         unread = [self.root / name for name in entries if self.root / name not in folders.values() and name[0] != "."]
         if passed_over := [str(folder) for folder in unread if files_in(folder)[0]]:
+            names = ", ".join(name for names in SPLIT_NAMES.values() for name in names)
             rank_zero_warn(
-                f"The images in {', '.join(passed_over)} are not read. Each split has one folder, called "
-                f"one of {', '.join(_PREFERRED)}: rename or merge a folder that is part of one."
+                f"The images in {', '.join(passed_over)} are not read. Each split has one folder, called one of "
+                f"{names}: rename or merge a folder that is part of one."
             )
         return as_test_set(found)
 
@@ -279,13 +278,10 @@ class ImageNet(ImageFolder):
     ) -> None:
         super().__init__(root, image_size=image_size, mean=mean, std=std, **kwargs)
 
-    def random_transform(self) -> Transform | None:
+    def train_transform(self) -> Transform:
         flip = [v2.RandomHorizontalFlip()] if self.flip else []
         steps = [v2.RandomResizedCrop(self.image_size), *flip, *self._after_crop()]
-        return v2.Compose(steps) if self.augment else None
-
-    def augmentation(self) -> None:
-        """Nothing is left to do: each image was cropped and mirrored when it was read."""
+        return v2.Compose(steps) if self.augment else self.image_transform()
 
     @property
     def resized_to(self) -> int:
