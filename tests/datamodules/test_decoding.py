@@ -2,6 +2,7 @@
 
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,6 +74,7 @@ def test_low_values_are_white_where_the_file_says_so(tmp_path, name, write, stor
 
 
 EIGHT = (COLOUR // 16).astype(np.uint8)
+raw = Path.write_bytes
 DEEP = "more than 8 bits, which are read of grey PNG, TIFF and DICOM files; convert it"
 
 
@@ -110,7 +112,12 @@ def test_8_bits_need_no_window_and_may_have_one(tmp_path, name, write, stored, e
         ("a.tif", pillow, np.where(RAW > 1000, np.float32(np.nan), 1), "values that are not finite numbers", {}),
         in_dicom("a.dcm", dicom, np.stack([RAW, RAW]).reshape(-1, 20), "several images", NumberOfFrames=2, Rows=24),
         in_dicom("a.dcm", dicom, EIGHT[..., 0], "those of a palette", photometric="PALETTE COLOR"),
-        in_dicom("a.dcm", lambda path, _: path.write_text("no image"), None, "DICM"),
+        in_dicom("a.dcm", raw, b"no image", "DICM"),
+        ("a.png", raw, b"", "it is empty", {}),
+        ("a.png", raw, b"no image", "it is not an image of a known format", {}),
+        # Pillow would give PostScript to Ghostscript, whatever the file is called.
+        ("a.png", raw, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n", "known format", {}),
+        ("a.png", lambda path, _: None, None, "No such file", {}),
     ],
 )
 def test_what_cannot_be_read_has_a_true_reason(tmp_path, name, write, stored, reason, settings):
@@ -160,6 +167,13 @@ def test_an_image_is_turned_as_a_viewer_shows_it(tmp_path, suffix, orientation):
 def test_damaged_exif_turns_nothing(tmp_path, exif):
     Image.fromarray(EIGHT).save(tmp_path / "a.jpg", exif=exif)
     assert open_image(str(tmp_path / "a.jpg")).shape == (3, 6, 5)
+
+
+def test_a_truncated_file_is_said_to_be_truncated(tmp_path):
+    Image.fromarray(EIGHT).save(tmp_path / "a.jpg")
+    (tmp_path / "a.jpg").write_bytes((tmp_path / "a.jpg").read_bytes()[:-2])
+    with pytest.raises(ValueError, match="truncated"):
+        open_image(str(tmp_path / "a.jpg"))
 
 
 def pixels_of(dataset):
