@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
         file.write(text.encode())
     trained = "a network from scratch" if model.backbone is None else f"one layer on features of {model.backbone}"
     if class_path == "ImageTable":
-        print("\n".join(f"{name}: {value}" for name, value in settings.items() if name != "root"))
+        print("\n".join(f"{name}: {value}" for name, value in settings.items() if name not in ("root", "window")))
         print("If this is wrong, give --label-file, --label-column, --image-column and --person-column.\n")
     print("\n".join([*_found(survey), "", f"Wrote {out}: {trained}.", *(f"  {each}" for each in warnings)]))
     print(
