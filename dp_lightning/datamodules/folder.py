@@ -204,8 +204,8 @@ class ImageFolder(ImageDataModule):
         numbers = {name: number for number, name in enumerate(self.class_names)}
         if unknown := sorted({name for labels in names for name in labels} - set(numbers)):
             raise DataError(
-                f"The {split} images in {self.root} have classes that no training image has: {', '.join(unknown)}. "
-                "Remove these images, or move some of them to the training set."
+                f"The {split} images in {self.split_folders[split]} have classes that no training image has: "
+                f"{', '.join(unknown)}. Remove these images, or move some of them to the training set."
             )
         if not self.multi_label:
             return torch.tensor([numbers[name] for (name,) in names])
