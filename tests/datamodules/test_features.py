@@ -196,27 +196,20 @@ def test_settings_that_scattering_does_not_have_are_refused(tmp_path, settings, 
         CachedFeatures(arrays(tmp_path), "scattering", **settings)
 
 
-@pytest.fixture
-def downloads(monkeypatch, weights):
-    """Names of the networks whose weights timm was asked for; it answers with those of the file."""
-    asked, create = [], timm.create_model
+def test_downloaded_weights_give_the_features_of_their_file(tmp_path, weights, monkeypatch):
+    asked, create, held = [], timm.create_model, torch.load(weights, weights_only=True)
 
     def create_model(name, *, pretrained=False, **kwargs):
         if not pretrained or "pretrained_cfg_overlay" in kwargs:
             return create(name, pretrained=pretrained, **kwargs)
         asked.append(name)
         network = create(name, **kwargs)
-        held = torch.load(weights, weights_only=True)
         network.load_state_dict({key: value for key, value in held.items() if "classifier" not in key})
         return network
 
     monkeypatch.setattr(timm, "create_model", create_model)
-    return asked
-
-
-def test_downloaded_weights_give_the_features_of_their_file(tmp_path, weights, downloads):
     data = ready(arrays(tmp_path), tmp_path, None)
-    assert downloads == [BACKBONE]
+    assert asked == [BACKBONE]
     expected = ready(arrays(tmp_path), tmp_path, weights)
     torch.testing.assert_close(data._sets["train"].tensors[0], expected._sets["train"].tensors[0])
 

@@ -192,10 +192,7 @@ def test_all_files_that_cannot_be_read_are_named_before_a_run_if_they_are_few_or
         (lambda root: shutil.rmtree(root / "train"), r"train is missing; set data.init_args.root"),
         (lambda root: [shutil.rmtree(path) for path in (root / "train").iterdir()], "train has no class folders"),
         (lambda root: (root / "train" / "eel").mkdir(), r"no image files are in .*train/eel; remove the folder"),
-        (
-            lambda root: write_image(root / "val" / "eel" / "0.png"),
-            r"images in .* have classes that no training image has: eel",
-        ),
+        (lambda root: write_image(root / "val" / "eel" / "0.png"), "val have classes that no training image has: eel"),
         (lambda root: write_image(root / "val" / "0.png"), r"val/0.png is not .*/val/<class>/<image>\. Move or remove"),
     ],
 )
