@@ -45,7 +45,6 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             position in a file that a source of your own keeps open: open such a file in each process.
         augment: Random crop and flip of the training images.
         crop_edges: What a crop shows beyond the edge of an image: zeros, or the mirrored image.
-        test_every_epoch: Evaluate on the test set after every epoch too, not only on the validation set.
     """
 
     #: Where the settings stand in a configuration, for messages.
@@ -68,13 +67,12 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         num_workers: int = 0,
         augment: bool = True,
         crop_edges: Literal["zeros", "mirror"] = "zeros",
-        test_every_epoch: bool = True,
     ) -> None:
         super().__init__()
         self.mean, self.std = tuple(mean), tuple(std)
         self.val_fraction, self.split_seed = val_fraction, split_seed
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
-        self.augment, self.crop_edges, self.test_every_epoch = augment, crop_edges, test_every_epoch
+        self.augment, self.crop_edges = augment, crop_edges
         self._sources: dict[Split, ImageSource] = {}
 
     @property
@@ -223,7 +221,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         """Loaders by name, ``val`` and ``test``, of the splits that exist; an empty list if there are none."""
         val_dataset = self.val_dataset
         loaders = {} if val_dataset is None else {"val": self._loader(val_dataset)}
-        if self.test_every_epoch and "test" in self.own_splits:
+        if "test" in self.own_splits:
             loaders["test"] = self._loader(self.test_dataset)
         return loaders or []
 

@@ -178,8 +178,7 @@ class CachedFeatures(lightning.LightningDataModule):
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> dict[str, DataLoader] | list[DataLoader]:
-        names: list[Split] = ["val", "test"] if self.images.test_every_epoch else ["val"]
-        return {name: self._loader(name) for name in names if name in self._sets} or []
+        return {split: self._loader(split) for split in self._sets if split != "train"} or []
 
     def test_dataloader(self) -> DataLoader:
         return self._loader("test")
