@@ -31,6 +31,17 @@ def tree(root, write, suffix, **splits):
     return root
 
 
+def npz(path, root):
+    """The images of the class folders in an .npz file."""
+    arrays = {}
+    for split in ("train", "test"):
+        files = sorted(root.glob(f"{split}/*/*.png"))
+        arrays[f"{split}_images"] = np.stack([np.array(Image.open(file)) for file in files])
+        arrays[f"{split}_labels"] = np.array([int(file.parent.name == "lesion") for file in files])
+    np.savez(path, **arrays)
+    return path
+
+
 def pillow(path, values, **options):
     Image.fromarray(values).save(path, **options)
 

@@ -50,16 +50,17 @@ class FileSource:
         self._decoded = (-1, torch.empty(0))
 
     def read(self, index: int) -> Tensor:
-        if index != self._decoded[0]:
+        decoded = self._decoded
+        if index != decoded[0]:
             path = self.paths[index]
             try:
-                self._decoded = index, open_image(path, self.window)
+                self._decoded = decoded = index, open_image(path, self.window)
             except ValueError as error:
                 raise DataError(
                     f"{path} cannot be read as an image ({error}). The setting read_first: true of the data finds all "
                     "such files before a run begins"
                 ) from error
-        return self._decoded[1]
+        return decoded[1]
 
     def digest(self, indices: Tensor) -> bytes:
         """Return a digest of the name, the size and the modification time of each file; no file is read."""

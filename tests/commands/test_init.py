@@ -11,7 +11,7 @@ import pytest
 import timm
 import torch
 import yaml
-from depths import dicom, pillow, tiff
+from depths import dicom, npz, pillow, tiff
 from depths import tree as slices_in
 from PIL import Image
 
@@ -197,14 +197,7 @@ def test_more_than_8_bits_are_told_with_their_range_and_get_a_window(capsys, suf
     if write is dicom:
         pytest.importorskip("pydicom")
     data, is_array = slices_in(Path("scans"), write, suffix.replace("npz", "png"), train=30, test=5), suffix == ".npz"
-    if is_array:
-        data, arrays = Path("scans.npz"), {}
-        for split in ("train", "test"):
-            files = sorted(Path("scans", split).glob("*/*.png"))
-            arrays[f"{split}_images"] = np.stack([np.array(Image.open(file)) for file in files])
-            arrays[f"{split}_labels"] = np.array([int(file.parent.name == "lesion") for file in files])
-        np.savez(data, **arrays)
-    main(["init", str(data), "--from-scratch"])
+    main(["init", str(npz(Path("scans.npz"), data) if is_array else data), "--from-scratch"])
     shown = capsys.readouterr().out
     told = rf"values: {values}, of more than 8 bits\n  With 0 to 65,535 .* 2 of 256 levels are left, which are few"
     assert re.search(told, shown)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from depths import OFFSET, dicom, pillow, png, pnm, slices, tiff, tree
+from depths import OFFSET, dicom, npz, pillow, png, pnm, slices, tiff, tree
 from PIL import Image
 
 from dp_lightning.datamodules import ImageFiles, ImageFolder, NpzImages
@@ -182,15 +182,9 @@ def pixels_of(dataset):
 
 def test_a_folder_and_an_npz_file_have_the_same_setting(tmp_path):
     root = tree(tmp_path / "scans", pillow, ".png", train=3, test=2)
-    arrays = {}
-    for split, each in (("train", 3), ("test", 2)):
-        files = [root / split / name / f"{n}.png" for name in ("healthy", "lesion") for n in range(each)]
-        arrays[f"{split}_images"] = np.stack([np.array(Image.open(file)) for file in files])
-        arrays[f"{split}_labels"] = np.repeat([0, 1], each)
-    np.savez(tmp_path / "scans.npz", **arrays)
     settings = {"window": (900, 1100), "augment": False}
     folder = ImageFolder(str(root), image_size=24, in_channels=1, **settings)
-    array = NpzImages(str(tmp_path / "scans.npz"), **settings)
+    array = NpzImages(str(npz(tmp_path / "scans.npz", root)), **settings)
     assert torch.equal(pixels_of(folder.train_dataset), pixels_of(array.train_dataset))
     assert torch.equal(pixels_of(folder.test_dataset), pixels_of(array.test_dataset))
     assert pixels_of(array.train_dataset).unique().numel() > 50
