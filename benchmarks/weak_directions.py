@@ -104,7 +104,7 @@ def downhill(model: nn.Module, images: Tensor, labels: Tensor, moves: dict[str, 
 
 
 def _tensors(data: NpzImages, dataset: Any) -> Any:
-    images, labels = zip(*dataset.__getitems__(range(len(dataset))), strict=True)
+    images, labels = zip(*(dataset[index] for index in range(len(dataset))), strict=True)
     return data.on_after_batch_transfer([torch.stack(images), torch.tensor(labels)], 0)
 
 

@@ -31,6 +31,17 @@ def tree(root, write, suffix, **splits):
     return root
 
 
+def npz(path, root):
+    """The images of the class folders in an .npz file."""
+    arrays = {}
+    for split in ("train", "test"):
+        files = sorted(root.glob(f"{split}/*/*.png"))
+        arrays[f"{split}_images"] = np.stack([np.array(Image.open(file)) for file in files])
+        arrays[f"{split}_labels"] = np.array([int(file.parent.name == "lesion") for file in files])
+    np.savez(path, **arrays)
+    return path
+
+
 def pillow(path, values, **options):
     Image.fromarray(values).save(path, **options)
 
@@ -53,11 +64,10 @@ def tiff(path, values, order="<", white_is_zero=False):
     path.write_bytes(head.ljust(256, b"\0") + values.tobytes())
 
 
-def pnm(path, values, maximum, plain=False):
-    """A PGM or PPM file, binary or as text."""
-    number = {2: 5, 3: 6}[values.ndim] - 3 * plain
-    body = " ".join(map(str, values.ravel())).encode() if plain else values.astype(">u2").tobytes()
-    path.write_bytes(b"P%d\n%d %d\n%d\n" % (number, values.shape[1], values.shape[0], maximum) + body)
+def pnm(path, values, maximum):
+    """A PGM or PPM file."""
+    header = b"P%d\n%d %d\n%d\n" % (values.ndim + 3, values.shape[1], values.shape[0], maximum)
+    path.write_bytes(header + values.astype(">u2").tobytes())
 
 
 def png(path, values):

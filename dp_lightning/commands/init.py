@@ -31,15 +31,14 @@ def main(arguments: list[str]) -> None:
         raise ConfigurationError(f"{out} exists. Give another file with --out, or remove it.")
     require_writable(out.parent, "--out")
     # These import torch.
+    from dp_lightning import datamodules
     from dp_lightning.commands.starting_configuration import BACKBONE, FEW_IMAGES, Model, configuration, proposed_window
-    from dp_lightning.datamodules import ImageFolder, ImageTable, NpzImages
     from dp_lightning.datamodules.survey import Survey
     from dp_lightning.models.pretrained import require_weights
 
     require_weights(options.weights)
     class_path, settings = _data(options, arguments[1:])
-    kinds = {kind.__name__: kind for kind in (ImageFolder, ImageTable, NpzImages)}
-    survey = Survey.of(kinds[class_path](**settings))
+    survey = Survey.of(getattr(datamodules, class_path)(**settings))
     if len(survey.class_names) < 2:
         raise DataError(
             f"{options.data} has images of one class, {', '.join(survey.class_names)}; a classifier tells at least "
@@ -58,8 +57,7 @@ def main(arguments: list[str]) -> None:
         file.write(text.encode())
     trained = "a network from scratch" if model.backbone is None else f"one layer on features of {model.backbone}"
     if class_path == "ImageTable":
-        columns = {name: value for name, value in settings.items() if name != "root"}
-        print("\n".join(f"{name}: {value}" for name, value in columns.items()))
+        print("\n".join(f"{name}: {value}" for name, value in settings.items() if name not in ("root", "window")))
         print("If this is wrong, give --label-file, --label-column, --image-column and --person-column.\n")
     print("\n".join([*_found(survey), "", f"Wrote {out}: {trained}.", *(f"  {each}" for each in warnings)]))
     print(
@@ -115,32 +113,23 @@ def _data(options: argparse.Namespace, given: list[str]) -> tuple[str, dict[str,
     if (train is None or required) and (labels := settings_of_table(root, options, required=required)):
         return "ImageTable", {**settings, **labels, **({} if table is None else {"group_file": str(table)})}
     if train is None:
-        told = f"{root}/train is missing. Put the images into {root}/train/<class>/, and those for the test into"
-        told = f"{told} {root}/test/<class>/"
+        told = f"{root}/train is missing. Put the images into {root}/train/<class>/ and {root}/test/<class>/"
         if len(classes) < 2:
             found = "" if files_in(root)[0] else f" {what_is_in(root)}"
             raise DataError(f"{told}, or give a table of their labels by --label-file.{found}")
         new = f"{root.resolve().name}_run"
-        again = shlex.join(["dpl", "init", *(new if Path(each) == root else each for each in given)])
-        if not (Path(new) / "train").exists():
-            quoted = shlex.quote(new)
-            again = f"mkdir {quoted} && ln -s {shlex.quote(str(root.resolve()))} {quoted}/train && {again}"
-        raise DataError(f"{told}. If {root} has the folders of the classes, a link leaves them there:\n  {again}")
+        link = ["ln", "-s", str(root.resolve()), f"{new}/train"]
+        again = ["dpl", "init", *(new if Path(each) == root else each for each in given)]
+        commands = " && ".join(map(shlex.join, (["mkdir", new], link, again)))
+        raise DataError(f"{told}. If {root} has the folders of the classes, a link leaves them there:\n  {commands}")
     if table is not None:
         columns = {"group_column": options.group_column, "image_column": options.image_column or "file"}
         settings |= {"group_file": str(table), **columns}
     elif options.group_column is not None:
         raise ConfigurationError(f"--person-column {options.group_column}: name its table by --group-file.")
-    elif _has_folders_of_persons(train):
+    elif {len(Path(file).relative_to(train).parts) for file in files_in(train)[0]} == {3}:  # class, person, image
         settings["group_folders"] = True
     return "ImageFolder", settings
-
-
-def _has_folders_of_persons(train: Path) -> bool:
-    """Whether the images are in folders inside the class folders, and none beside them."""
-    from dp_lightning.datamodules.listing import image_files
-
-    return {len(Path(file).relative_to(train).parts) for file in image_files(train)} == {3}
 
 
 def _found(survey: "Survey") -> Iterator[str]:

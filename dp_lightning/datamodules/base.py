@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchvision.transforms import v2
 
-from dp_lightning.datamodules.augmentation import CropAndFlip, Edges
 from dp_lightning.datamodules.dataset import ImageDataset, ImageSource, Transform, normalized
 from dp_lightning.datamodules.decoding import Window
 from dp_lightning.errors import ConfigurationError, DataError
@@ -45,7 +45,6 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
             position in a file that a source of your own keeps open: open such a file in each process.
         augment: Random crop and flip of the training images.
         crop_edges: What a crop shows beyond the edge of an image: zeros, or the mirrored image.
-        test_every_epoch: Evaluate on the test set after every epoch too, not only on the validation set.
     """
 
     #: Where the settings stand in a configuration, for messages.
@@ -67,14 +66,13 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         eval_batch_size: int = 256,
         num_workers: int = 0,
         augment: bool = True,
-        crop_edges: Edges = "zeros",
-        test_every_epoch: bool = True,
+        crop_edges: Literal["zeros", "mirror"] = "zeros",
     ) -> None:
         super().__init__()
         self.mean, self.std = tuple(mean), tuple(std)
         self.val_fraction, self.split_seed = val_fraction, split_seed
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
-        self.augment, self.crop_edges, self.test_every_epoch = augment, crop_edges, test_every_epoch
+        self.augment, self.crop_edges = augment, crop_edges
         self._sources: dict[Split, ImageSource] = {}
 
     @property
@@ -179,14 +177,14 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         """The transform of each single image, without randomness: from the image as it is read to ``image_size``."""
         return None
 
-    def random_transform(self) -> Transform | None:
-        """A random transform that replaces it for training images; None if there is none."""
-        return None
-
-    def augmentation(self) -> Transform | None:
-        """The transform of a batch of training images after that: uint8 (n, C, H, W) to uint8 (n, C, H, W)."""
-        crop = CropAndFlip(padding=self.crop_padding, flip=self.flip, edges=self.crop_edges)
-        return crop if self.augment else None
+    def train_transform(self) -> Transform | None:
+        """The transform of a training image: ``image_transform``, then a random crop and flip with ``augment``."""
+        if not self.augment:
+            return self.image_transform()
+        mode = "symmetric" if self.crop_edges == "mirror" else "constant"
+        crop = v2.RandomCrop(self.image_size, padding=self.crop_padding, padding_mode=mode)
+        steps = [self.image_transform(), crop, v2.RandomHorizontalFlip() if self.flip else None]
+        return v2.Compose([step for step in steps if step is not None])
 
     @property
     def train_dataset(self) -> ImageDataset:
@@ -223,7 +221,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         """Loaders by name, ``val`` and ``test``, of the splits that exist; an empty list if there are none."""
         val_dataset = self.val_dataset
         loaders = {} if val_dataset is None else {"val": self._loader(val_dataset)}
-        if self.test_every_epoch and "test" in self.own_splits:
+        if "test" in self.own_splits:
             loaders["test"] = self._loader(self.test_dataset)
         return loaders or []
 
@@ -268,15 +266,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.in_channels):
                 raise ConfigurationError(f"{name} has {len(values)} numbers for {self.in_channels} channels")
-        drawn = self.random_transform() if train else None
-        return ImageDataset(
-            self.source(split),
-            indices,
-            self.image_transform() if drawn is None else drawn,
-            augment=self.augmentation() if train else None,
-            random=drawn is not None,
-            groups=self._groups_at(split, indices),
-        )
+        transform = self.train_transform() if train else self.image_transform()
+        return ImageDataset(self.source(split), indices, transform, self._groups_at(split, indices))
 
     def _loader(self, dataset: ImageDataset, *, shuffle: bool = False) -> DataLoader:
         return DataLoader(

@@ -1,8 +1,4 @@
-"""Images and labels as one ``Dataset``, from memory or from files; what can be done per batch is done per batch.
-
-Consecutive equal indices ask for several views of one image (augmentation multiplicity): its file is decoded once for
-all of them.
-"""
+"""Images and labels as one ``Dataset``, from memory or from files."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -22,8 +18,8 @@ class ImageSource(Protocol):
 
     labels: Tensor
 
-    def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
-        """Return the images at ``indices`` after ``transform`` on each: uint8 (n, C, H, W)."""
+    def read(self, index: int) -> Tensor:
+        """Return one image: uint8 (C, H, W)."""
 
     def digest(self, indices: Tensor) -> bytes:
         """Return a digest that almost certainly changes if one of the images at ``indices`` (int64 (n,)) changes."""
@@ -36,9 +32,8 @@ class ArraySource:
         self.images = images
         self.labels = labels
 
-    def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
-        images = self.images[torch.as_tensor(indices)]
-        return images if transform is None else torch.stack([transform(image) for image in images])
+    def read(self, index: int) -> Tensor:
+        return self.images[index]
 
     def digest(self, indices: Tensor) -> bytes:
         """Return a digest of the pixels."""
@@ -77,9 +72,7 @@ class ImageDataset(Dataset[tuple[Tensor, int | Tensor]]):
     Args:
         source: Where images and labels come from.
         indices: int64 (n,), the part of the source that belongs to this data set.
-        transform: Applied to each image separately: a uint8 tensor (C, H, W).
-        augment: Applied to a uint8 batch (n, C, H, W); draws separately for each image.
-        random: Whether ``transform`` is random, so that it must be applied again for each view of an image.
+        transform: Applied to each image: a uint8 tensor (C, H, W).
         groups: The person id of each image of this part, in order; None if the data does not identify persons.
     """
 
@@ -88,13 +81,9 @@ class ImageDataset(Dataset[tuple[Tensor, int | Tensor]]):
         source: ImageSource,
         indices: Tensor,
         transform: Transform | None,
-        *,
-        augment: Transform | None = None,
-        random: bool = False,
         groups: Iterable[Group] | None = None,
     ) -> None:
-        self.source, self.indices = source, indices
-        self.transform, self.augment, self.random, self.groups = transform, augment, random, groups
+        self.source, self.indices, self.transform, self.groups = source, indices, transform, groups
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -111,18 +100,6 @@ class ImageDataset(Dataset[tuple[Tensor, int | Tensor]]):
         return self.source.labels[self.indices]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int | Tensor]]:
-        """Return (image, label) pairs of a whole batch, as ``DataLoader`` asks for; an empty list for no indices."""
-        if len(indices) == 0:
-            return []
-        chosen = self.indices[torch.as_tensor(indices)]
-        if self.random:
-            images = self.source.read(chosen.tolist(), self.transform)
-        else:
-            different, place = chosen.unique_consecutive(return_inverse=True)
-            images = self.source.read(different.tolist(), self.transform)[place]
-        images = images if self.augment is None else self.augment(images)
-        labels = self.source.labels[chosen]
-        return list(zip(images, labels.tolist() if labels.ndim == 1 else labels, strict=True))
+        place = int(self.indices[index])
+        image, label = self.source.read(place), self.source.labels[place]
+        return image if self.transform is None else self.transform(image), label if label.ndim else int(label)

@@ -1,7 +1,7 @@
 """Decodes one image file: its values, turned as a viewer shows them, and what of them is black and white.
 
-Pillow reads all formats but DICOM, and squeezes some values into 8 bits on the way: these are read by other means, or
-refused.
+Pillow reads all formats but DICOM. More than 8 bits are read of grey PNG, TIFF and DICOM files; others are refused,
+since Pillow scales their values or squeezes them into 8 bits.
 """
 
 from contextlib import suppress
@@ -23,6 +23,8 @@ DICOM_EXTENSIONS = (".dcm", ".dicom")
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF", "JPEG2000")
 # Tags of TIFF files: the bits of each channel, and what the lowest value means, which is white for 0.
 _BITS, _PHOTOMETRIC = 258, 262
+# The marker before the size of a JPEG 2000 image (ISO 15444-1); the field Ssiz of the first channel is 42 bytes on.
+_SIZ, _SSIZ = b"\xff\x4f\xff\x51", 42
 
 
 def open_image(path: str, window: Window | None = None) -> Tensor:
@@ -102,37 +104,27 @@ def luma(image: Tensor) -> Tensor:
 def _by_pillow(path: str) -> tuple[np.ndarray, bool]:
     # Given a path, Pillow 13 maps TIFF files into memory, and those that lie on their side wrongly.
     with open(path, "rb") as file, Image.open(file, formats=_FORMATS) as image:
-        bits, offset, inverted, scale = 8, 0, False, 1.0
+        is_deep = is_deep_grey = image.mode in ("I", "F") or image.mode.startswith("I;16")
         arguments = image.tile[0].args if image.tile else None  # of the decoder, as far as it has been opened
+        inverted = False
         if image.format == "TIFF":
             tags = image.tag_v2  # type: ignore[attr-defined]
-            bits, inverted = max(tags.get(_BITS, (1,))), tags.get(_PHOTOMETRIC) == 0
-        elif image.format == "JPEG2000":  # Pillow moves 12 bits to the upper end of 16, and shifts signed values
-            bits, offset = _jpeg2000_bits(path)
-            scale = 2.0 ** (bits - 16)
-        elif image.format == "PPM" and isinstance(arguments, tuple) and image.mode != "F":
-            maximum = int(arguments[-1])  # which Pillow stretches to 65,535
-            bits, scale = maximum.bit_length(), maximum / 65_535
-        elif image.format == "PNG" and "16" in str(arguments):
-            bits = 16
+            is_deep, inverted = max(tags.get(_BITS, (1,))) > 8, tags.get(_PHOTOMETRIC) == 0
+        elif image.format == "PNG":
+            is_deep = "16" in str(arguments)
+        elif image.format == "JPEG2000":
+            data = Path(path).read_bytes()
+            is_deep = data[data.index(_SIZ) + _SSIZ] & 0x7F > 7  # one bit less than there are; another for the sign
+        elif image.format == "PPM" and isinstance(arguments, tuple):
+            is_deep = is_deep or int(arguments[-1]) > 255
+        if is_deep and not (is_deep_grey and image.format in ("PNG", "TIFF")):
+            raise ValueError("it has more than 8 bits, which are read of grey PNG, TIFF and DICOM files; convert it")
         image.load()
         with suppress(SyntaxError):  # EXIF data that is no EXIF turns nothing
             ImageOps.exif_transpose(image, in_place=True)
-        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-            values = np.array(image)
-            return values if (scale, offset) == (1, 0) else np.rint(values * scale) - offset, inverted
-        if bits > 8:
-            raise ValueError(
-                "it has more than 8 bits of each colour, of which Pillow keeps 8; convert it to 8, or to grey"
-            )
+        if is_deep:
+            return np.array(image), inverted
         return np.array(image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")), False
-
-
-def _jpeg2000_bits(path: str) -> tuple[int, int]:
-    """Bits of the first channel, and what Pillow adds to signed values, from the field Ssiz of ISO 15444-1."""
-    data = Path(path).read_bytes()
-    field = data[data.index(b"\xff\x4f\xff\x51") + 42]
-    return (field & 0x7F) + 1, (1 << (field & 0x7F)) * (field >> 7)
 
 
 def _dicom(path: str) -> tuple[np.ndarray, bool]:

@@ -8,7 +8,7 @@ to a cache decides what is trained on.
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
@@ -42,11 +42,6 @@ class _FeatureSet(TensorDataset):
     def __getitem__(self, index: Any) -> tuple[Tensor, ...]:
         features, label = super().__getitem__(index)
         return features.float(), label
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, ...]]:
-        rows = torch.as_tensor(indices)
-        features, labels = (tensor[rows] for tensor in self.tensors)
-        return list(zip(features.float(), labels, strict=True))
 
 
 class CachedFeatures(lightning.LightningDataModule):
@@ -183,8 +178,7 @@ class CachedFeatures(lightning.LightningDataModule):
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> dict[str, DataLoader] | list[DataLoader]:
-        names: list[Split] = ["val", "test"] if self.images.test_every_epoch else ["val"]
-        return {name: self._loader(name) for name in names if name in self._sets} or []
+        return {split: self._loader(split) for split in self._sets if split != "train"} or []
 
     def test_dataloader(self) -> DataLoader:
         return self._loader("test")

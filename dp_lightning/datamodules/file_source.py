@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.pool import ThreadPool
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,13 +12,12 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.decoding import DICOM_EXTENSIONS, Window, open_image
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group
 
 #: Names of images end so; of an animation the first image is read.
-IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif", ".jp2", ".j2k", ".pfm", *DICOM_EXTENSIONS)
+IMAGE_EXTENSIONS = (*IMG_EXTENSIONS, ".gif", ".jp2", ".j2k", *DICOM_EXTENSIONS)
 #: A data set with fewer files is read before a run unless it says otherwise.
 READ_FIRST_BELOW = 20_000
 # Number of bad files that an error names.
@@ -44,24 +43,24 @@ class FileSource:
         persons: list[Group] | None = None,
         window: Window | None = None,
     ) -> None:
-        self.paths, self.labels, self.persons, self.window = FileNames(paths), labels, persons, window
+        # Worker processes share an array, and would copy a list: reading an object changes its reference count.
+        self.paths: Sequence[str] = np.array(paths, dtype=np.str_)  # type: ignore[assignment]
+        self.labels, self.persons, self.window = labels, persons, window
+        # The place and the image of the last file, which is decoded once for several views in a row.
+        self._decoded = (-1, torch.empty(0))
 
-    def read(self, indices: Sequence[int], transform: Transform | None) -> Tensor:
-        images: list[Tensor] = []
-        for position, index in enumerate(indices):
+    def read(self, index: int) -> Tensor:
+        decoded = self._decoded
+        if index != decoded[0]:
             path = self.paths[index]
-            if position == 0 or index != indices[position - 1]:
-                try:
-                    image = open_image(path, self.window)
-                except ConfigurationError as error:
-                    raise DataError(f"{path}: {error}.") from error
-                except ValueError as error:
-                    raise DataError(
-                        f"{path} cannot be read as an image ({error}); replace it or remove it. The setting "
-                        "read_first: true of the data finds all such files before a run begins"
-                    ) from error
-            images.append(image if transform is None else transform(image))
-        return torch.stack(images)
+            try:
+                self._decoded = decoded = index, open_image(path, self.window)
+            except ValueError as error:
+                raise DataError(
+                    f"{path} cannot be read as an image ({error}). The setting read_first: true of the data finds all "
+                    "such files before a run begins"
+                ) from error
+        return decoded[1]
 
     def digest(self, indices: Tensor) -> bytes:
         """Return a digest of the name, the size and the modification time of each file; no file is read."""
@@ -70,22 +69,6 @@ class FileSource:
             facts = os.stat(path)
             found.update(os.fsencode(f"{os.path.basename(path)}/{facts.st_size}/{facts.st_mtime_ns}/"))
         return found.digest()
-
-
-class FileNames(Sequence[str]):
-    """Paths in one array, which worker processes share with the main process.
-
-    A list of strings would be copied page by page, since reading an object changes its reference count.
-    """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._names = np.array([os.fsencode(path) for path in paths], dtype=np.bytes_)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, index: Any) -> Any:
-        return os.fsdecode(self._names[index])
 
 
 def each_file(look: Callable[[str], _Found], paths: Sequence[str], where: str) -> Iterator[_Found]:

@@ -31,11 +31,10 @@ from dp_lightning.datamodules.dataset import Transform
 from dp_lightning.datamodules.decoding import Window, luma
 from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, require_readable
 from dp_lightning.datamodules.listing import SPLIT_NAMES, files_in, image_files, split_of, what_is_in
-from dp_lightning.datamodules.tables import persons_of_files, tables_beside
+from dp_lightning.datamodules.tables import Table, tables_beside
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy.person_ids import Group, checked_groups
+from dp_lightning.privacy.person_ids import Group, checked_group, checked_groups
 
-_PREFERRED = [name for names in SPLIT_NAMES.values() for name in names]
 _Found = TypeVar("_Found")
 
 
@@ -144,8 +143,7 @@ class ImageFolder(ImageDataModule):
     def split_folders(self) -> dict[Split, Path]:
         """The folder of each split that the data has."""
         entries = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir()) if self.root.is_dir() else []
-        named = sorted((n for n in entries if split_of(n)), key=lambda n: _PREFERRED.index(n.lower()))
-        folders = {split_of(name): self.root / name for name in reversed(named)}
+        folders = {split_of(name): self.root / name for name in reversed(entries) if split_of(name)}
         found = {split: folders[split] for split in self.split_names if split in folders}
         if "train" not in found:
             raise DataError(
@@ -154,9 +152,10 @@ class ImageFolder(ImageDataModule):
             )
         unread = [self.root / name for name in entries if self.root / name not in folders.values() and name[0] != "."]
         if passed_over := [str(folder) for folder in unread if files_in(folder)[0]]:
+            names = ", ".join(name for names in SPLIT_NAMES.values() for name in names)
             rank_zero_warn(
-                f"The images in {', '.join(passed_over)} are not read. Each split has one folder, called "
-                f"one of {', '.join(_PREFERRED)}: rename or merge a folder that is part of one."
+                f"The images in {', '.join(passed_over)} are not read. Each split has one folder, called one of "
+                f"{names}: rename or merge a folder that is part of one."
             )
         return as_test_set(found)
 
@@ -186,49 +185,53 @@ class ImageFolder(ImageDataModule):
         """The images of each split, of which none is read.
 
         Raises:
-            DataError: A class of the training set has no images, or a class is not one of the training set's.
+            DataError: A class is not one of the training set's, or a table does not say which person an image shows.
         """
         found: dict[Split, FileSource] = {}
         for split, folder in self.split_folders.items():
             pairs = self._listed(split, folder)
-            paths, labels = [path for path, _ in pairs], self._labels(split, [label for _, label in pairs])
+            paths, labels = [path for path, _ in pairs], self._labels(split, [names for _, names in pairs])
             persons: list[Group] | None = None
             if self.group_folders:
                 persons = checked_groups([Path(path).parent.name for path in paths], str(folder))
             elif self.group_file is not None and self.group_column is not None:
-                columns = {"image_column": self.image_column, "group_column": self.group_column}
-                table = Path(self.group_file)
-                table = tables_beside(table).get(split, table)
-                persons = persons_of_files(paths, table, required=split == "train", **columns)
+                persons = self._in_table(paths, split, Path(self.group_file), self.group_column)
             found[split] = FileSource(paths, labels, persons, self.window)
         return found
 
-    def _labels(self, split: Split, names: Sequence[Any]) -> Tensor:
-        """Return the labels of a split, int64 (n,), from the classes of its images."""
+    def _labels(self, split: Split, names: Sequence[Sequence[str]]) -> Tensor:
+        """Return the labels of a split, int64 (n,) or float32 (n, L), from the names of those of each image."""
         numbers = {name: number for number, name in enumerate(self.class_names)}
-        folder, present = self.split_folders[split], set(names)
-        if unknown := sorted(present - set(numbers)):
+        if unknown := sorted({name for labels in names for name in labels} - set(numbers)):
             raise DataError(
-                f"{folder} has classes that {self.split_folders['train']} does not have: {', '.join(unknown)}. "
-                "The classes are those of the training set; add images of them to it, or remove the folders."
+                f"The {split} images in {self.split_folders[split]} have classes that no training image has: "
+                f"{', '.join(unknown)}. Remove these images, or move some of them to the training set."
             )
-        empty = [folder / name for name in numbers if name not in present]
-        if not names or (split == "train" and empty):
-            raise DataError(
-                f"{'The training set is empty: ' if split == 'train' and not names else ''}no image files are in "
-                f"{', '.join(map(str, empty[:3]))}; remove the folder or fill it. "
-                f"{what_is_in(empty[0] if names else folder)}"
-            )
-        return torch.tensor([numbers[name] for name in names])
+        if not self.multi_label:
+            return torch.tensor([numbers[name] for (name,) in names])
+        return torch.tensor([[float(name in labels) for name in numbers] for labels in names])
 
-    def _listed(self, split: Split, folder: Path) -> list[tuple[str, str]]:
-        """Return path and class of each image of a split.
+    def _in_table(self, paths: Sequence[str], split: Split, path: Path, column: str) -> list[Group] | None:
+        """Return the person of each image; None if a table lists none of them and they are not the training images."""
+        table = Table.read(tables_beside(path).get(split, path))
+        rows = table.rows_of(paths, self.image_column, [column])
+        if split != "train" and not any(rows):
+            return None
+        if None in rows:
+            raise DataError(
+                f"{table.path} does not say which person {paths[rows.index(None)]} belongs to. Add a row for it: its "
+                "path or its name, with or without the extension, and the person id."
+            )
+        return [checked_group(row.cells[column], row.where) for row in rows if row is not None]
+
+    def _listed(self, split: Split, folder: Path) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the path of each image of a split, and the names of its labels.
 
         Raises:
-            DataError: An image is not in the folder of a class, or of a person.
+            DataError: An image is not in the folder of a class, or of a person, or a class has no training images.
         """
         wanted = ("<class>", "<person>", "<image>") if self.group_folders else ("<class>", "<image>")
-        pairs: list[tuple[str, str]] = []
+        pairs: list[tuple[str, tuple[str, ...]]] = []
         for path in image_files(folder):
             parts = path.removeprefix(f"{folder}{os.sep}").split(os.sep)
             if len(parts) != len(wanted):
@@ -236,7 +239,15 @@ class ImageFolder(ImageDataModule):
                     f"{path} is not {folder / '/'.join(wanted)}. Move or remove it; "
                     f"{self.settings}.group_folders: true is for class folders with a folder per person."
                 )
-            pairs.append((path, parts[0]))
+            pairs.append((path, (parts[0],)))
+        present = {name for _, (name,) in pairs}
+        empty = [folder / name for name in self.class_names if name not in present]
+        if not pairs or (split == "train" and empty):
+            raise DataError(
+                f"{'The training set is empty: ' if split == 'train' and not pairs else ''}no image files are in "
+                f"{', '.join(map(str, empty[:3]))}; remove the folder or fill it. "
+                f"{what_is_in(empty[0] if pairs else folder)}"
+            )
         return pairs
 
 
@@ -267,13 +278,10 @@ class ImageNet(ImageFolder):
     ) -> None:
         super().__init__(root, image_size=image_size, mean=mean, std=std, **kwargs)
 
-    def random_transform(self) -> Transform | None:
+    def train_transform(self) -> Transform:
         flip = [v2.RandomHorizontalFlip()] if self.flip else []
         steps = [v2.RandomResizedCrop(self.image_size), *flip, *self._after_crop()]
-        return v2.Compose(steps) if self.augment else None
-
-    def augmentation(self) -> None:
-        """Nothing is left to do: each image was cropped and mirrored when it was read."""
+        return v2.Compose(steps) if self.augment else self.image_transform()
 
     @property
     def resized_to(self) -> int:
@@ -308,9 +316,9 @@ class TinyImageNet(ImageFolder):
         """The wnids in the order of ``wnids.txt``."""
         return (self.split_folders["train"].parent / "wnids.txt").read_text(encoding="utf-8").split()
 
-    def _listed(self, split: Split, folder: Path) -> list[tuple[str, str]]:
+    def _listed(self, split: Split, folder: Path) -> list[tuple[str, tuple[str, ...]]]:
         if split == "train":
-            return [(path, wnid) for wnid in self.class_names for path in image_files(folder / wnid / "images")]
+            return [(path, (wnid,)) for wnid in self.class_names for path in image_files(folder / wnid / "images")]
         rows = (folder / "val_annotations.txt").read_text(encoding="utf-8").splitlines()
         named = [row.split("\t")[:2] for row in rows]
-        return [(str(folder / "images" / name), wnid) for name, wnid in named]
+        return [(str(folder / "images" / name), (wnid,)) for name, wnid in named]

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -13,7 +14,6 @@ from torchvision.transforms import v2
 
 from dp_lightning.datamodules.dataset import Transform, normalized
 from dp_lightning.datamodules.decoding import Window, luma, open_image
-from dp_lightning.datamodules.file_source import FileNames
 from dp_lightning.datamodules.listing import files_in, what_is_in
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
@@ -104,7 +104,7 @@ class ImageFiles(lightning.LightningDataModule):
     def predict_dataloader(self) -> DataLoader:
         read = partial(_read, decode=self._open, prepare=self._prepare, normalize=self._normalize, blank=self._blank)
         return DataLoader(
-            FileNames([str(path) for path in self.paths]),  # type: ignore[arg-type]
+            np.array(self.paths, dtype=np.str_),  # type: ignore[arg-type]
             batch_size=self.batch_size,
             num_workers=self.num_workers,
             collate_fn=read,

@@ -1,13 +1,10 @@
 """Images whose labels are in a table instead of the names of their folders."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from dp_lightning.datamodules.base import Split
 from dp_lightning.datamodules.folder import ImageFolder, as_test_set
@@ -72,23 +69,8 @@ class ImageTable(ImageFolder):
     def split_folders(self) -> dict[Split, Path]:
         return dict.fromkeys(self._rows, self.root)
 
-    def _listed(self, split: Split, folder: Path) -> list[tuple[str, Any]]:
+    def _listed(self, split: Split, folder: Path) -> list[tuple[str, tuple[str, ...]]]:
         return self._rows[split]
-
-    def _labels(self, split: Split, names: Sequence[tuple[str, ...]]) -> Tensor:
-        numbers = {name: number for number, name in enumerate(self.class_names)}
-        if unknown := sorted({name for labels in names for name in labels} - set(numbers)):
-            raise DataError(
-                f"{self.label_file}: no training image has the labels {', '.join(unknown)} of the {split} images. "
-                "Remove these images, or move some of them to the training set."
-            )
-        places = [[numbers[name] for name in labels] for labels in names]
-        if not self.multi_label:
-            return torch.tensor(places).flatten()
-        result = torch.zeros(len(places), len(numbers))
-        for row, labels in zip(result, places, strict=True):
-            row[labels] = 1.0
-        return result
 
     @cached_property
     def _rows(self) -> dict[Split, list[tuple[str, tuple[str, ...]]]]:
@@ -102,7 +84,6 @@ class ImageTable(ImageFolder):
             folders = Path(file).relative_to(self.root).parts[:-1]
             images[file] = next((split for split in map(split_of, folders) if split), None)
         found: dict[Split, list[tuple[str, tuple[str, ...]]]] = {}
-        without_row = set(images)
         for of, path in tables_beside(Path(self.label_file)).items():
             table = Table.read(path)
             columns = [self.label_column] if isinstance(self.label_column, str) else self.label_column
@@ -111,7 +92,7 @@ class ImageTable(ImageFolder):
                 continue
             splits = [column for column in table.columns if column.lower() == "split" and of is None]
             files = [file for file, folder in images.items() if of is None or folder in (of, None)]
-            rows = table.rows_of(files, self.image_column, label_column=columns, split=splits)
+            rows = table.rows_of(files, self.image_column, columns + splits)
             for file, row in zip(files, rows, strict=True):
                 if row is None:
                     continue
@@ -119,14 +100,13 @@ class ImageTable(ImageFolder):
                 if split is None:
                     raise DataError(f"{row.where}: {splits[0]} is {row.cells[splits[0]]!r}, not train, val or test.")
                 found.setdefault(split, []).append((file, self._labels_in(row)))
-                without_row.discard(file)
         if "train" not in found:
             seen = f"The first image is {min(images)}." if images else what_is_in(self.root)
             raise DataError(
                 f"The training set is empty: {self.label_file} names none of its images in column {self.image_column}. "
                 f"{seen} Set {self.settings}.image_column, or write the names or paths of the images there."
             )
-        if without_row:
+        if without_row := set(images) - {file for rows in found.values() for file, _ in rows}:
             rank_zero_warn(
                 f"{len(without_row):,} of {len(images):,} images are not read, since they have no row in the table: "
                 f"{min(without_row)} and so on."

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from dp_lightning.datamodules.base import Split
 from dp_lightning.datamodules.file_source import IMAGE_EXTENSIONS
 
-#: The names of folders, tables and cells that mean a split, in small letters; the first one is preferred.
+#: The names of folders, tables and cells that mean a split, in small letters.
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "train": ("train", "training"),
     "val": ("val", "valid", "validation", "dev"),

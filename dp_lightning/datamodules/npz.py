@@ -139,23 +139,20 @@ class NpzImages(ImageDataModule):
         wanted = [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels", "groups")]
         try:
             with zipfile.ZipFile(self.path) as archive:
-                present = {name.removesuffix(".npy"): name for name in archive.namelist()}
-                headers = {key: _read_header(archive, present[key]) for key in wanted if key in present}
+                present = archive.namelist()
+                headers = {key: _read_header(archive, f"{key}.npy") for key in wanted if f"{key}.npy" in present}
         except Exception as error:  # numpy and zipfile raise many kinds for a damaged file
             raise DataError(f"{self.path} is not a complete .npz file ({error}); copy or download it again") from error
         for split in SPLITS:
-            found = {name: header for name, header in headers.items() if name.startswith(split)}
-            if (split == "train" or found) and not _is_complete(found, split, headers):
+            is_there = split == "train" or any(name.startswith(split) for name in headers)
+            if is_there and not _is_complete(headers, split):
                 images = headers.get(f"{split}_images")
-                empty = (
-                    f"The {'training' if split == 'train' else split} set is empty: "
-                    if images and images.shape[:1] == (0,)
-                    else ""
-                )
+                empty = split == "train" and images is not None and images.shape[:1] == (0,)
                 raise DataError(
-                    f"{empty}{self.path} needs {split}_images, numbers (N, H, H) or (N, H, H, C) with C up to 4, in "
-                    f"the size of train_images, and {split}_labels, integers (N,), (N, 1) or (N, L) as for training; "
-                    f"{split}_groups, if there are any, are integers or text (N,) or (N, 1). It has "
+                    f"{'The training set is empty: ' if empty else ''}{self.path} needs {split}_images, numbers "
+                    f"(N, H, H) or (N, H, H, C) with C up to 4, in the size of train_images, and {split}_labels, "
+                    f"integers (N,), (N, 1) or (N, L) as for training; {split}_groups, if there are any, are integers "
+                    "or text (N,) or (N, 1). It has "
                     f"{', '.join(f'{name} {header.dtype} {header.shape}' for name, header in headers.items())}."
                 )
         return headers
@@ -174,22 +171,20 @@ def _read_header(archive: zipfile.ZipFile, name: str) -> Header:
         return Header(shape, dtype)
 
 
-def _is_complete(found: dict[str, Header], split: Split, headers: dict[str, Header]) -> bool:
+def _is_complete(headers: dict[str, Header], split: Split) -> bool:
     """Return whether the arrays of a split have the shapes and types that ``NpzImages`` reads."""
-    images, labels, groups = (found.get(f"{split}_{kind}") for kind in ("images", "labels", "groups"))
-    train_images, train_labels = headers.get("train_images"), headers.get("train_labels")
-    if images is None or labels is None or train_images is None or train_labels is None:
+    images, labels, groups = (headers.get(f"{split}_{kind}") for kind in ("images", "labels", "groups"))
+    if images is None or labels is None or len(images.shape) not in (3, 4):
         return False
-    n, *sides = images.shape or (0,)
-    is_square = len(sides) in (2, 3) and sides[0] == sides[1] and (len(sides) == 2 or sides[2] in range(1, 5))
-    columns = ((n,), (n, 1))
-    several = train_labels.shape[1:] if len(train_labels.shape) == 2 and train_labels.shape[1] > 1 else ()
+    n, height, width, *channels = images.shape
+    several = (*headers["train_labels"].shape, 1, 1)[1]
     return (
         images.dtype.kind in "uif"
-        and is_square
+        and height == width
+        and channels in ([], [1], [2], [3], [4])
         and 0 not in images.shape
-        and images.shape[1:] == train_images.shape[1:]
+        and images.shape[1:] == headers["train_images"].shape[1:]
         and labels.dtype.kind in "iu"
-        and labels.shape in ([(n, *several)] if several else columns)
-        and (groups is None or (groups.dtype.kind in "iuU" and groups.shape in columns))
+        and labels.shape in ([(n,), (n, 1)] if several == 1 else [(n, several)])
+        and (groups is None or (groups.dtype.kind in "iuU" and groups.shape in [(n,), (n, 1)]))
     )

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -36,7 +35,7 @@ class Look:
         side: Length of the shorter side in pixels.
         channels: Number of channels of an array; of a file 1 for grey, 3 for colour.
         values: Its lowest and highest value, if it has more than 8 bits.
-        digest: Digest of the file or of the pixels, equal for equal images.
+        digest: Digest of the pixels, equal for equal images.
     """
 
     split: Split
@@ -125,12 +124,12 @@ class Survey:
 
 
 def _in_file(path: str) -> dict[str, Any]:
-    """Read one file and return the attributes of its ``Look``; its digest is that of its bytes."""
+    """Read one file and return the attributes of its ``Look``."""
     try:
         values, _ = read_pixels(path)
     except ValueError as error:
         return {"path": path, "problem": str(error)}
-    return {"path": path, **_in_array(values), "digest": hashlib.sha256(Path(path).read_bytes()).digest()}
+    return {"path": path, **_in_array(values)}
 
 
 def _in_array(image: np.ndarray) -> dict[str, Any]:

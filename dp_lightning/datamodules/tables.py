@@ -11,7 +11,6 @@ from typing import NamedTuple
 from dp_lightning.datamodules.base import Split
 from dp_lightning.datamodules.listing import split_of
 from dp_lightning.errors import DataError
-from dp_lightning.privacy.person_ids import Group, checked_group
 
 
 class Row(NamedTuple):
@@ -56,23 +55,22 @@ class Table:
             raise DataError(f"{path} cannot be read as a table in UTF-8 ({error}).") from error
         return cls(path, columns, rows)
 
-    def rows_of(self, files: Sequence[str], image_column: str, **used: Sequence[str]) -> list[Row | None]:
-        """Return the row of each file, or None; ``used`` has the names of further settings with their columns.
+    def rows_of(self, files: Sequence[str], image_column: str, columns: Sequence[str]) -> list[Row | None]:
+        """Return the row of each file, or None.
 
         Raises:
-            DataError: A column is missing, two rows of a file differ in a column, or a row names two files.
+            DataError: A column is missing, two rows of a file differ in one of ``columns``, or a row names two files.
         """
-        for setting, columns in {"image_column": [image_column], **used}.items():
-            if missing := set(columns) - set(self.columns):
-                raise DataError(
-                    f"{self.path} has no column {min(missing)!r}; it has {', '.join(self.columns) or 'none'}. "
-                    f"Set {setting}."
-                )
+        if missing := {image_column, *columns} - set(self.columns):
+            raise DataError(
+                f"{self.path} has no column {min(missing)!r}; it has {', '.join(self.columns) or 'none'}. Set "
+                "image_column, label_column and group_column to the names of columns."
+            )
         rows: dict[str, Row] = {}
         for row in self.rows:
             name = name_in(row.cells[image_column])
             earlier = rows.setdefault(name, row)
-            for column in (column for columns in used.values() for column in columns):
+            for column in columns:
                 if row.cells[column] != earlier.cells[column]:
                     raise DataError(
                         f"{row.where}: {name} has {row.cells[column]!r} in {column} here, but "
@@ -101,29 +99,6 @@ def names_of(file: str) -> Iterator[str]:
     for start in range(len(parts)):
         name = "/".join(parts[start:])
         yield from (name, name.removesuffix(PurePath(file).suffix))
-
-
-def persons_of_files(
-    files: Sequence[str], path: Path, *, image_column: str, group_column: str, required: bool
-) -> list[Group] | None:
-    """Return the person of each file; None if the table lists none of them, unless they are ``required``.
-
-    Raises:
-        DataError: The table or a column is missing, a file is not in it or has two persons, a row matches two files,
-            or an id is missing.
-    """
-    rows = Table.read(path).rows_of(files, image_column, group_column=[group_column])
-    if not required and not any(rows):
-        return None
-    persons: list[Group] = []
-    for file, row in zip(files, rows, strict=True):
-        if row is None:
-            raise DataError(
-                f"{path} does not say which person {file} belongs to. Add a row for it: its path or its name, with or "
-                "without the extension, and the person id."
-            )
-        persons.append(checked_group(row.cells[group_column], row.where))
-    return persons
 
 
 def tables_beside(path: Path) -> dict[Split | None, Path]:

@@ -38,14 +38,14 @@ def images(tmp_path_factory):
     return tree(tmp_path_factory.mktemp("images"))
 
 
-def fit(folder, images, *data):
+def fit(folder, *settings, model=("SmallCNNModule",)):
     """A run of a few steps with little noise: its folder and its checkpoint."""
     main(
         [
-            *("fit", "--model", "SmallCNNModule", "--data", *data, "--data.root", str(images)),
-            *("--data.image_size", "16", "--privacy.expected_batch_size", "9", "--privacy.noise_multiplier", "0.3"),
-            *("--privacy.delta", "1e-3", "--privacy.accountant", "rdp", "--optimizer", "torch.optim.SGD"),
-            *("--optimizer.lr", "2", *QUIET, "--trainer.max_steps", "10", "--trainer.default_root_dir", str(folder)),
+            *("fit", "--model", *model, *map(str, settings), "--privacy.expected_batch_size", "9"),
+            *("--privacy.noise_multiplier", "0.3", "--privacy.delta", "1e-3", "--privacy.accountant", "rdp"),
+            *("--optimizer", "torch.optim.SGD", "--optimizer.lr", "2", *QUIET, "--trainer.max_steps", "10"),
+            *("--trainer.default_root_dir", str(folder)),
         ]
     )
     (checkpoint,) = folder.rglob("*.ckpt")
@@ -54,13 +54,14 @@ def fit(folder, images, *data):
 
 @pytest.fixture(scope="module")
 def run(images, tmp_path_factory):
-    return fit(tmp_path_factory.mktemp("run"), images, "ImageNet")
+    data = ["--data", "ImageNet", "--data.root", images, "--data.image_size", "16"]
+    return fit(tmp_path_factory.mktemp("run"), *data)
 
 
 @pytest.fixture(scope="module")
 def grey_run(images, tmp_path_factory):
-    grey = ["--data.in_channels", "1", "--data.mean", "[0.5]", "--data.std", "[0.5]"]
-    return fit(tmp_path_factory.mktemp("run"), images, "ImageFolder", *grey)
+    data = ["--data", "ImageFolder", "--data.root", images, "--data.image_size", "16", "--data.in_channels", "1"]
+    return fit(tmp_path_factory.mktemp("run"), *data)
 
 
 @pytest.fixture(params=["run", "grey_run"])
@@ -209,19 +210,13 @@ def probe(images, tmp_path_factory):
     folder = tmp_path_factory.mktemp("probe")
     torch.manual_seed(1)
     torch.save(timm.create_model("test_efficientnet_gn").state_dict(), folder / "network.pth")
-    main(
-        [
-            *("fit", "--data", "CachedFeatures", "--data.images", "ImageNet", "--data.images.root", str(images)),
-            *("--data.images.image_size", "16", "--data.images.mean", "[0.3]", "--data.input_size", "32"),
-            *("--data.backbone", "test_efficientnet_gn", "--data.weights", str(folder / "network.pth")),
-            *("--data.cache", str(folder / "cache"), "--model", "LinearProbeModule", "--optimizer", "SGD"),
-            *("--optimizer.lr", "2", "--privacy.expected_batch_size", "9", "--privacy.noise_multiplier", "0.3"),
-            *("--privacy.delta", "1e-3", "--privacy.accountant", "rdp", *QUIET, "--trainer.max_steps", "10"),
-            *("--trainer.default_root_dir", str(folder)),
-        ]
-    )
-    (checkpoint,) = folder.rglob("*.ckpt")
-    return folder, checkpoint
+    data = [
+        *("--data", "CachedFeatures", "--data.images", "ImageNet", "--data.images.root", images),
+        *("--data.images.image_size", "16", "--data.images.mean", "[0.3]", "--data.input_size", "32"),
+        *("--data.backbone", "test_efficientnet_gn", "--data.weights", folder / "network.pth"),
+        *("--data.cache", folder / "cache"),
+    ]
+    return fit(folder, *data, model=["LinearProbeModule"])
 
 
 def test_a_probe_sees_new_files_through_its_network(probe, images, tmp_path):
@@ -299,30 +294,19 @@ def test_a_window_and_an_orientation_are_those_of_training_everywhere(tmp_path, 
                 pixels[:10] += 40  # a turned image is another one
                 file = tmp_path / "scans" / split / name / f"{number}.png"
                 Image.fromarray(pixels).save(file, **({"exif": turned} if number % 2 else {}))
-    images = {"image_size": "16", "in_channels": "1", "window": "[1000, 1200]", "root": str(tmp_path / "scans")}
-    data, model = "--data", ["SmallCNNModule"]
-    before = ["--data", "ImageFolder"]
+    data, settings, model = "--data", [], ["SmallCNNModule"]
     if probes:
         data, model = "--data.images", ["LinearProbeModule", "--model.normalize", "unit"]
-        before = ["--data", "CachedFeatures", "--data.images", "ImageFolder", "--data.backbone", "scattering"]
-        before += ["--data.cache", str(tmp_path / "cache")]
-    given = [part for name, value in images.items() for part in (f"{data}.{name}", value)]
-    main(
-        [
-            *("fit", "--model", *model, *before, *given, "--privacy.expected_batch_size", "9"),
-            *("--privacy.noise_multiplier", "0.3", "--privacy.delta", "1e-3", "--privacy.accountant", "rdp"),
-            *("--optimizer", "torch.optim.SGD", "--optimizer.lr", "2", *QUIET, "--trainer.max_steps", "10"),
-            *("--trainer.default_root_dir", str(tmp_path / "run")),
-        ]
-    )
-    (checkpoint,) = (tmp_path / "run").rglob("*.ckpt")
-    run = tmp_path / "run", checkpoint
+        settings = ["--data", "CachedFeatures", "--data.backbone", "scattering", "--data.cache", tmp_path / "cache"]
+    settings += [data, "ImageFolder", f"{data}.root", tmp_path / "scans", f"{data}.image_size", "16"]
+    settings += [f"{data}.in_channels", "1", f"{data}.window", "[1000, 1200]"]
+    run = fit(tmp_path / "run", *settings, model=model)
     own = predict(run, tmp_path / "own")
     found = predict(run, tmp_path / "files", "--data", "ImageFiles", "--data.root", str(tmp_path / "scans" / "val"))
     for mine, other in zip(own, found, strict=True):
         expected = [float(mine[f"p{k}"]) for k in range(3)]
         assert [float(other[f"p{k}"]) for k in range(3)] == pytest.approx(expected, abs=2e-3 if probes else 0)
-    main(["export", "--ckpt-path", str(checkpoint), "--out", str(tmp_path / "out"), "--format", "onnx"])
+    main(["export", "--ckpt-path", str(run[1]), "--out", str(tmp_path / "out"), "--format", "onnx"])
     require_what_is_predicted(tmp_path / "out", found, seen)
 
 

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-import timm
-import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -114,21 +112,9 @@ def test_a_table_names_images_by_path_name_or_stem(tmp_path, text, settings):
         (PATHS, {"group_column": "patient"}, r"owners.csv has no column 'patient'; it has owner, file"),
         (PATHS + "o9,train/cat/0.png\n", {}, r"line 9: train/cat/0.png has 'o9' in owner here, but 'o0' before"),
         (PATHS.replace("o2,train/dog/5.png\n", ""), {}, r"does not say which person .*dog/5.png belongs to"),
-        (
-            PATHS.replace("o2,train/dog/5", "N/A,train/dog/5"),
-            {},
-            r"line 7: the id of the person is missing \('N/A'",
-        ),
-        (
-            PATHS.replace("dog/4.png", "dog/4.png,x"),
-            {},
-            r"csv, line 6: the row has 3 cells, and the header",
-        ),
-        (
-            PATHS.replace("o1,train/dog/4.png", "o1"),
-            {},
-            r"owners.csv, line 6: the row has 1 cells, and the header has 2",
-        ),
+        (PATHS.replace("o2,train/dog/5", "N/A,train/dog/5"), {}, r"line 7: the id of the person is missing \('N/A'"),
+        (PATHS.replace("dog/4.png", "dog/4.png,x"), {}, "csv, line 6: the row has 3 cells, and the header"),
+        (PATHS.replace("o1,train/dog/4.png", "o1"), {}, "owners.csv, line 6: the row has 1 cells, and the header has"),
         (PATHS, {"group_file": "/nowhere.csv"}, "nowhere.csv cannot be read as a table"),
     ],
 )
@@ -193,11 +179,7 @@ def test_an_array_that_leaves_a_person_open_is_refused(tmp_path, arrays, message
 
 def test_features_keep_their_persons(tmp_path):
     images = write_npz(tmp_path, IDS, val_images=np.zeros((2, 8, 8), np.uint8), val_labels=np.array([0, 1]))
-    weights = tmp_path / "network.pth"
-    torch.save(timm.create_model("test_efficientnet_gn", in_chans=1).state_dict(), weights)
-    data = CachedFeatures(
-        images, "test_efficientnet_gn", weights=str(weights), cache=str(tmp_path / "cache"), input_size=32
-    )
+    data = CachedFeatures(images, "scattering", cache=str(tmp_path / "cache"))
     data.prepare_data()
     data.setup("fit")
     assert (data.num_train, data.num_train_groups) == (12, 5)
@@ -244,8 +226,5 @@ def test_a_person_in_training_and_in_test_gives_a_warning(tmp_path, recwarn, oth
     test = {"benign": {other: 1}, "malign": {"p8": 1}}
     data = folder_of_persons(write_persons(tmp_path, train=TRAIN, test=test))
     data.setup("fit")
-    said = [str(warning.message) for warning in recwarn]
-    assert (
-        any("Some persons of the training set are also in the test images, such as 'p3'" in text for text in said)
-        == warns
-    )
+    said = "\n".join(str(warning.message) for warning in recwarn)
+    assert ("Some persons of the training set are also in the test images, such as 'p3'" in said) == warns

@@ -142,47 +142,32 @@ def test_a_column_of_the_table_names_the_persons(tmp_path):
     write(tmp_path, train=rows(*lines, header=header), test=rows("4,cat,p8", "5,dog,p9", header=header))
     data = table(tmp_path, group_column="patient")
     assert (data.num_train_groups, data.groups("test")) == (2, ["p8", "p9"])
-    with pytest.raises(DataError, match=r"has no column 'person'; it has file, label, patient. Set group_column"):
+    with pytest.raises(DataError, match=r"has no column 'person'; it has file, label, patient."):
         table(tmp_path, group_column="person").num_train_groups  # noqa: B018
+
+
+SPLIT = rows("0,a,train", "1,b,fold1", header="file,label,split")
 
 
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
-        (
-            rows(*ALL),
-            {"label_column": "class"},
-            r"csv has no column 'class'; it has file, label\. Set label_column",
-        ),
+        (rows(*ALL), {"label_column": "class"}, r"csv has no column 'class'; it has file, label\. Set image_column,"),
         (rows(*ALL), {"image_column": "id"}, r"train.csv has no column 'id'; it has file, label\. Set image_column"),
         (rows(*ALL), {"label_column": ["label", "b"]}, "has no column 'b'"),
         (rows(*ALL, "7,a,b"), {}, "train.csv, line 8: the row has 3 cells, and the header has 2"),
         (rows(*ALL, "0.png,lynx"), {}, "line 8: 0.png has 'lynx' in label here, but 'cat' before"),
         (rows(*ALL[:5], "5.png,"), {}, "line 7: label is empty. Give the image a label, or remove the row"),
         (COLUMNS.replace("1.0", "-1"), {"label_column": ["a", "b", "c"]}, "line 3: b is '-1', and must be 0 or 1"),
-        (
-            rows("x.png,cat"),
-            {},
-            r"set is empty: .*train.csv names none .* column file\. The first image is .*0\.png",
-        ),
+        (rows("x.png,cat"), {}, r"set is empty: .*train.csv names none .* column file\. The first image is .*0\.png"),
+        (SPLIT, {"name": "labels"}, "labels.csv, line 3: split is 'fold1', not train, val or test"),
+        (rows("0,a", "1,b"), {"test": rows("2,c")}, "test images in .* have classes that no training image has: c"),
+        (rows("9,b"), {"name": "labels"}, r"labels.csv: 9 could be .*9.png or .*9.png\. In the table, name images"),
     ],
 )
 def test_a_table_with_a_fault_is_named_with_the_line(tmp_path, text, settings, message):
-    write(tmp_path, train=text)
+    settings = {"name": "train", "test": "file\n", **settings}
+    tables = {settings["name"]: text, "test": settings.pop("test")}
+    write(tmp_path, *(f"images/{k}.png" for k in range(6)), "images/9.png", "more/9.png", **tables)
     with pytest.raises(DataError, match=message):
-        table(tmp_path, **settings).setup()
-
-
-def test_a_split_or_label_that_is_unknown_is_named(tmp_path):
-    write(tmp_path, labels=rows("0,a,train", "1,b,fold1", header="file,label,split"))
-    with pytest.raises(DataError, match=r"labels.csv, line 3: split is 'fold1', not train, val or test"):
-        table(tmp_path, "labels.csv").setup()
-    write(tmp_path, train=rows("0,a", "1,b"), test=rows("2,c"))
-    with pytest.raises(DataError, match="no training image has the labels c of the test images"):
-        table(tmp_path).source("test")
-
-
-def test_a_name_of_two_images_is_refused(tmp_path):
-    write(tmp_path, "train/0.png", "train/1.png", "test/0.png", labels=rows("0,a", "1,b"))
-    with pytest.raises(DataError, match=r"labels.csv: 0 could be .*0.png or .*0.png\. In the table, name images by"):
-        table(tmp_path, "labels.csv").setup()
+        table(tmp_path, f"{settings.pop('name')}.csv", **settings).setup()
