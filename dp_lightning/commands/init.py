@@ -146,7 +146,7 @@ def _found(survey: "Survey") -> Iterator[str]:
     if survey.values is not None:
         yield from _depth(survey, *survey.values)
     if (persons := survey.images_of_persons) is not None:
-        yield f"persons: {len(persons):,}, with up to {max(persons.values())} images each"
+        yield f"persons in the training set: {len(persons):,}, with up to {max(persons.values())} images each"
         yield "  Each folder inside a class folder, or each id of the table, is a person. If it is none, move the"
         yield "  images out of these folders, or give no table."
     first: dict[bytes, Look] = {}

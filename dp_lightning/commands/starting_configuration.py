@@ -40,7 +40,8 @@ _VAL_FRACTION = 0.1
 _WINDOW = """\
 # window: the values that are black and white; those between them get 256 levels, and others are clipped. These two
 # follow from the lowest and the highest value of the images without noise. Replace them by what is known of such
-# images, as [0, 4095] for 12 bits, or [-160, 240] Hounsfield units for soft tissue.
+# images, in the units of the files and no wider than what matters: soft tissue is [-160, 240] in Hounsfield units, and
+# [864, 1264] in files that add 1,024 to them.
 """
 _CACHED = "# The network runs once over each image; its cache is as private as the images.\n"
 
@@ -263,7 +264,9 @@ trainer:
         fewer = ", or leave out --from-scratch" if model.backbone is None else ""
         warnings.append(f"So much noise probably leaves nothing to learn. Collect more images or raise epsilon{fewer}.")
     if model.is_pretrained and model.weights is None:
-        warnings.append("The first run downloads the weights. Offline, give --weights, or --backbone scattering.")
+        warnings.append(
+            "The first run downloads the weights. Offline, give --weights, --from-scratch or --backbone scattering."
+        )
     return text, warnings
 
 

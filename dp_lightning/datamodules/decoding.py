@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
@@ -23,6 +24,8 @@ DICOM_EXTENSIONS = (".dcm", ".dicom")
 _FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF", "JPEG2000")
 # Tags of TIFF files: the bits of each channel, and what the lowest value means, which is white for 0.
 _BITS, _PHOTOMETRIC = 258, 262
+# Fewer levels of grey than these hide most of an image.
+_FEW_LEVELS = 32
 # The marker before the size of a JPEG 2000 image (ISO 15444-1); the field Ssiz of the first channel is 42 bytes on.
 _SIZ, _SSIZ = b"\xff\x4f\xff\x51", 42
 
@@ -65,6 +68,15 @@ def windowed(values: np.ndarray, window: Window | None, *, inverted: bool = Fals
             "[0, 4095] for 12 bits, or a range of Hounsfield units. `dpl init` shows the range of all training images"
         )
     return 255 - scaled if inverted else scaled
+
+
+def warn_of_few_levels(window: Window, low: int, high: int, where: str) -> None:
+    """Warn if images have few levels of grey in their window, from ``low`` to ``high`` of 0 to 255."""
+    if high - low < _FEW_LEVELS:
+        rank_zero_warn(
+            f"With window {list(window)}, all pixels of {where} are between {low} and {high}, of 0 to 255, and little "
+            "can be told apart. Set a window around the values that matter; `dpl init` prints their range."
+        )
 
 
 def read_pixels(path: str) -> tuple[np.ndarray, bool]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from dp_lightning.datamodules.decoding import DICOM_EXTENSIONS, Window, open_image
+from dp_lightning.datamodules.decoding import DICOM_EXTENSIONS, Window, open_image, warn_of_few_levels
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group
 
@@ -82,19 +82,22 @@ def each_file(look: Callable[[str], _Found], paths: Sequence[str], where: str) -
 
 
 def require_readable(paths: Sequence[str], where: str, window: Window | None) -> None:
-    """Decode every file, with the ``window`` of the data.
+    """Decode every file, with the ``window`` of the data; a window that leaves few levels of grey is named.
 
     Raises:
         DataError: Some cannot be read; the message names up to ten of them, or the first that lacks a setting.
     """
 
+    levels: list[tuple[int, int]] = []
+
     def problem_of(path: str) -> str:
         try:
-            open_image(path, window)
+            image = open_image(path, window)
         except ConfigurationError as error:
             raise DataError(f"{path}: {error}.") from error
         except ValueError as error:
             return str(error)
+        levels.append((int(image.min()), int(image.max())))
         return ""
 
     found = [(path, why) for path, why in zip(paths, each_file(problem_of, paths, where), strict=True) if why]
@@ -103,6 +106,8 @@ def require_readable(paths: Sequence[str], where: str, window: Window | None) ->
             f"{len(found)} of {len(paths):,} files in {where} cannot be read; replace or remove them."
             f"{' `dpl init` lists all of them.' if len(found) > _NAMED else ''}\n{listed(found)}"
         )
+    if window is not None:
+        warn_of_few_levels(window, min(low for low, _ in levels), max(high for _, high in levels), where)
 
 
 def listed(bad: Sequence[tuple[str, str]]) -> str:

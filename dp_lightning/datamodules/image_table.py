@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from dp_lightning.datamodules.base import Split
 from dp_lightning.datamodules.folder import ImageFolder, as_test_set
-from dp_lightning.datamodules.listing import files_in, split_of, what_is_in
-from dp_lightning.datamodules.tables import Row, Table, tables_beside
+from dp_lightning.datamodules.listing import image_files, split_of, what_is_in
+from dp_lightning.datamodules.tables import Row, Table, name_in, tables_beside
 from dp_lightning.errors import DataError
 
 #: What a column for one label says, in small letters.
@@ -22,7 +22,7 @@ class ImageTable(ImageFolder):
     The split of an image is that of its table, if the path of ``label_file`` names the training set: ``test.csv`` is
     read beside ``train.csv``, and ``valid/labels.csv`` beside ``train/labels.csv``. Otherwise it is what the column
     ``split`` says, or else the first folder in the path of the image with the name of a split, or else the training
-    set. Rows without an image are left out, and so are images without a row, with a warning.
+    set. Rows without an image are left out, and so are images without a row, each with a warning.
 
     Args:
         root: Folder that holds the images, in any subfolders.
@@ -80,7 +80,7 @@ class ImageTable(ImageFolder):
             DataError: A table or one of its columns is missing or wrong, or no training image has a row.
         """
         images: dict[str, Split | None] = {}
-        for file in files_in(self.root)[0]:
+        for file in image_files(self.root):
             folders = Path(file).relative_to(self.root).parts[:-1]
             images[file] = next((split for split in map(split_of, folders) if split), None)
         found: dict[Split, list[tuple[str, tuple[str, ...]]]] = {}
@@ -93,6 +93,11 @@ class ImageTable(ImageFolder):
             splits = [column for column in table.columns if column.lower() == "split" and of is None]
             files = [file for file, folder in images.items() if of is None or folder in (of, None)]
             rows = table.rows_of(files, self.image_column, columns + splits)
+            named = {name_in(row.cells[self.image_column]) for row in table.rows}
+            if alone := named - {name_in(row.cells[self.image_column]) for row in rows if row is not None}:
+                rank_zero_warn(
+                    f"{len(alone):,} of {len(named):,} images that {path} names are not there: {min(alone)} and so on."
+                )
             for file, row in zip(files, rows, strict=True):
                 if row is None:
                     continue

@@ -16,8 +16,11 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
     "test": ("test", "testing"),
 }
 _NOT_IMAGES = (
-    f"The names of images end with {', '.join(IMAGE_EXTENSIONS)}: convert others, such as .heic, before the first run."
+    f"The names of images end with {', '.join(IMAGE_EXTENSIONS)}: convert others, such as .heic, and let the names of "
+    "DICOM files end with .dcm."
 )
+# What stands beside images and needs no warning.
+_TEXTS = (".csv", ".tsv", ".txt", ".json", ".xml", ".md")
 
 
 def split_of(name: str) -> Split | None:
@@ -40,9 +43,9 @@ def files_in(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def image_files(folder: Path) -> list[str]:
-    """Return the image files of ``files_in``; a warning counts the other files by their names."""
+    """Return the image files of ``files_in``; a warning counts the other files by their names, but for texts."""
     images, others = files_in(folder)
-    if others:
+    if others := [file for file in others if not file.lower().endswith(_TEXTS)]:
         rank_zero_warn(f"Some files in {folder} are not read as images: {kinds_of(others)}. {_NOT_IMAGES}")
     return images
 

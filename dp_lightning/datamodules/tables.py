@@ -52,7 +52,7 @@ class Table:
                 if any(cells):
                     rows.append(Row(where, dict(zip(columns, map(str.strip, cells), strict=True))))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise DataError(f"{path} cannot be read as a table in UTF-8 ({error}).") from error
+            raise DataError(f"{path} cannot be read as a table ({error}). Save it as CSV in UTF-8.") from error
         return cls(path, columns, rows)
 
     def rows_of(self, files: Sequence[str], image_column: str, columns: Sequence[str]) -> list[Row | None]:

@@ -1,6 +1,7 @@
 """Values of any depth: what is read of a file, what a window makes of it, and how an image is turned."""
 
 import re
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -222,3 +223,22 @@ def test_dicom_without_pydicom_names_the_extra(tmp_path, monkeypatch):
     files.setup()
     _, problems = next(iter(files.predict_dataloader()))
     assert "dp-lightning[dicom]" in problems[0]
+
+
+@pytest.mark.parametrize("kind", ["folder", "npz"])
+@pytest.mark.parametrize(
+    ("window", "few"), [((0, 4095), True), ((-160, 240), True), ((0, 100), True), ((864, 1264), False)], ids=str
+)
+def test_a_window_that_hides_the_images_is_named(tmp_path, kind, window, few):
+    root = tree(tmp_path / "ct", pillow, ".png", train=4, test=2)
+    if kind == "folder":
+        data = ImageFolder(str(root), image_size=24, window=window)
+    else:
+        data = NpzImages(str(npz(tmp_path / "ct.npz", root)), window=window)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        data.prepare_data()
+        data.setup("fit")
+        data.train_dataset[0]
+    named = [str(each.message) for each in found if "little can be told apart" in str(each.message)]
+    assert bool(named) == few

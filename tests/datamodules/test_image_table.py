@@ -171,3 +171,14 @@ def test_a_table_with_a_fault_is_named_with_the_line(tmp_path, text, settings, m
     write(tmp_path, *(f"images/{k}.png" for k in range(6)), "images/9.png", "more/9.png", **tables)
     with pytest.raises(DataError, match=message):
         table(tmp_path, f"{settings.pop('name')}.csv", **settings).setup()
+
+
+def test_images_without_a_row_rows_without_an_image_and_files_that_are_no_images_are_named(tmp_path):
+    write(tmp_path, train=rows(*ALL[:5], "98.png,cat", "99.png,lynx"))
+    (tmp_path / "images" / "IM0001").write_bytes(b"")
+    with pytest.warns(UserWarning, match="are not there") as found:
+        assert table(tmp_path).num_train == 5
+    text = " ".join(str(each.message) for each in found)
+    assert f"2 of 7 images that {tmp_path / 'train.csv'} names are not there: 98.png" in text
+    assert "1 of 6 images are not read, since they have no row in the table" in text
+    assert "not read as images: 1 x no extension" in text
