@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from dp_lightning.callbacks.privacy import PrivacyCallback, privacy_of
@@ -40,6 +41,12 @@ class PostProcessCallback(Callback):
                 type(transform).__name__ for transform in self.chain.transforms
             ]
             self._check_disk(self._privacy)
+        own = [group["momentum"] for each in trainer.optimizers for group in each.param_groups if group.get("momentum")]
+        if own and any(transform.has_momentum for transform in self.chain.transforms):
+            rank_zero_warn(
+                f"The optimizer has momentum {own[0]:g}, and so have the transforms of PostProcessCallback: gradients "
+                "are averaged twice. Set momentum of the optimizer to 0."
+            )
         shapes = {name: p.shape for name, p in pl_module.named_parameters() if p.requires_grad}
         self.chain.check(shapes, noise=self._noise())
 

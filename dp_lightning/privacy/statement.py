@@ -214,7 +214,7 @@ class PrivacyStatement:
         """The guarantee in words, for the person who decides on a release."""
         if math.isinf(self._spent):
             return "Nobody in the training data is protected."
-        percent = math.ceil(1000 * best_guess(self._spent, self.plan.delta)) / 10  # never rounded down
+        percent = math.ceil(1e4 * best_guess(self._spent, self.plan.delta)) / 100  # never rounded down
         who, several = "a person's images were", ""
         if self.unit_of_privacy != ONE_PERSON:
             who, several = "one image was", " A person with several images is protected less than that."

@@ -37,6 +37,11 @@ def test_a_chain_trains_like_the_optimizer_that_does_the_same(tmp_path, transfor
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+def test_momentum_of_the_optimizer_beside_that_of_the_chain_is_named(tmp_path):
+    with pytest.warns(UserWarning, match=r"optimizer has momentum 0\.9.*averaged twice"):
+        fit(tmp_path, PostProcessCallback([Momentum(0.9)]), momentum=0.9)
+
+
 def test_a_resumed_run_continues_the_state_of_the_chain(tmp_path):
     def callback():
         return PostProcessCallback([Kalman(process_to_measurement_ratio=1.5), Momentum(0.9), Orthogonalize()])
