@@ -274,9 +274,7 @@ class PrivateRun:
         self._log_epsilon()
         require_held_out(reader.dataset, self.trainer.val_dataloaders)
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
-        if self.trainer.is_global_zero and warn_of_changed_meaning(
-            self.trainer, self.module, reader.dataset, reader.reading.collate_fn
-        ):
+        if self.trainer.is_global_zero and warn_of_changed_meaning(self.trainer, self.module, reader):
             self.history.unprotected.names.add(NAME)
 
     # One logical step
