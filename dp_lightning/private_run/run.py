@@ -37,7 +37,7 @@ from dp_lightning.private_run.resume import RUNS, RunHistory, SavedRun, plan_of_
 from dp_lightning.private_run.schedule_trial import try_schedules
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.step_logging import StepLogging
-from dp_lightning.private_run.trainer_checks import check_optimizers, require_step
+from dp_lightning.private_run.trainer_checks import check_optimizers
 from dp_lightning.strategies.private import trainer_ranks
 
 # Epsilon by PRV costs a tenth of a second to a second, so a run computes its epsilon this many times.
@@ -241,7 +241,6 @@ class PrivateRun:
             BudgetError: when no step is left.
         """
         check_optimizers(self.trainer, self.step.parameters.values())
-        require_step(self.trainer.optimizers[0])
         self.history.unprotected.check(self.trainer)
         if self.history.saved is not None:
             self.step.load_state_dict(dict(self.history.saved.step))
