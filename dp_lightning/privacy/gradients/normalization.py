@@ -30,7 +30,7 @@ class NormRule:
 
     Args:
         normalize: maps rows (r, ...) to the normalised ones.
-        channels: whether scale and shift belong to dimension 1 (GroupNorm, InstanceNorm), or to the last dimensions,
+        channels: whether scale and shift belong to dimension 1 (GroupNorm), or to the last dimensions,
             which have the scale's shape (LayerNorm, RMSNorm).
     """
 
@@ -70,11 +70,6 @@ def folded_group_norm(rows: Tensor, arguments: Mapping[str, Any], for_each_row: 
         return NotImplemented
     weights = {own: for_each_row(own).flatten() for own in ("weight", "bias") if arguments.get(own) is not None}
     return F.group_norm(rows.flatten(0, 1).unsqueeze(0), groups, **weights, eps=eps).view(rows.shape)
-
-
-def instance_norm(rows: Tensor, call: Call) -> Tensor:
-    """The rows, normalised over the positions of each channel."""
-    return F.group_norm(rows, rows.shape[1], eps=call.arguments.get("eps", 1e-5))
 
 
 def layer_norm(rows: Tensor, call: Call) -> Tensor:
