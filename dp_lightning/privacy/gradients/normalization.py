@@ -31,7 +31,7 @@ class NormRule:
     Args:
         normalize: maps rows (r, ...) to the normalised ones.
         channels: whether scale and shift belong to dimension 1 (GroupNorm), or to the last dimensions,
-            which have the scale's shape (LayerNorm, RMSNorm).
+            which have the scale's shape (LayerNorm).
     """
 
     def __init__(self, normalize: Normalize, *, channels: bool) -> None:
@@ -75,11 +75,6 @@ def folded_group_norm(rows: Tensor, arguments: Mapping[str, Any], for_each_row: 
 def layer_norm(rows: Tensor, call: Call) -> Tensor:
     """The rows, normalised over the last dimensions."""
     return F.layer_norm(rows, call.arguments["normalized_shape"], eps=call.arguments.get("eps", 1e-5))
-
-
-def rms_norm(rows: Tensor, call: Call) -> Tensor:
-    """The rows, divided by the root of their mean square over the last dimensions."""
-    return F.rms_norm(rows, call.arguments["normalized_shape"], eps=call.arguments.get("eps"))
 
 
 class ContiguousBatchNorm(TorchFunctionMode):

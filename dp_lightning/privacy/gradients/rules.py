@@ -36,7 +36,6 @@ from dp_lightning.privacy.gradients.normalization import (
     folded_group_norm,
     group_norm,
     layer_norm,
-    rms_norm,
 )
 from dp_lightning.privacy.gradients.products import Product
 
@@ -230,13 +229,6 @@ RULES.update(
             ("weight", "bias"),
             _of_shape,
             NormRule(layer_norm, channels=False),
-            ("normalized_shape", "eps"),
-        ),
-        F.rms_norm: Rule(
-            ("input", "normalized_shape", "weight", "eps"),
-            ("weight",),
-            _of_shape,
-            NormRule(rms_norm, channels=False),
             ("normalized_shape", "eps"),
         ),
     }
