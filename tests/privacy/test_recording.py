@@ -500,11 +500,9 @@ WRITES = {
     "lerp_": lambda m: m.teacher.lerp_(m.a.weight.detach(), 0.1),
     "through data": lambda m: m.teacher.data.mul_(0.9),
     "through a view": lambda m: m.teacher.view(-1)[3:].zero_(),
-    "setitem": lambda m: m.teacher.__setitem__(0, 1.0),
     "foreach": lambda m: torch._foreach_mul_([m.teacher], 0.5),
     "out": lambda m: torch.mul(m.teacher, 2.0, out=m.teacher),
     "data set": lambda m: setattr(m.teacher, "data", m.teacher.detach() * 2),
-    "operator": lambda m: torch.ops.aten.mul_.Scalar(m.teacher, 2.0),
 }
 
 
