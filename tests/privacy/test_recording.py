@@ -123,24 +123,6 @@ def test_a_parameter_that_is_not_used_has_no_contribution():
     assert set(found) == set(recording.methods) == {"a.weight", "a.bias"}
 
 
-def test_the_way_of_each_parameter_is_told():
-    model = Module(
-        lambda m, x: F.linear(m.n(m.a(x)) + m.shift, m.w.tanh()),
-        a=nn.Linear(4, 4),
-        n=nn.LayerNorm(4),
-        shift=randn(4),
-        w=randn(3, 4),
-    )
-    assert check(model, squares, randn(B, 2, 4)).methods == {
-        "a.weight": "formed",
-        "a.bias": "formed",
-        "n.weight": "by rule",
-        "n.bias": "by rule",
-        "shift": "one copy per example",
-        "w": "pulled back",
-    }
-
-
 def test_pull_backs_in_pieces_are_the_same(monkeypatch):
     monkeypatch.setattr(sources, "_PULLED", 2 * (5 * 2 + 2 * 4))
     check(_lora(), squares, randn(B, 3, 4))

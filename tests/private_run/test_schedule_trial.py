@@ -61,8 +61,6 @@ TOO_SHORT = {
 FAR = {
     "one cycle": one_cycle(16 * T),
     "cosine": of(schedules.CosineAnnealingLR, 16 * T),
-    "cosine of epochs": of(schedules.CosineAnnealingLR, T, interval="epoch"),
-    "rises again": of(schedules.CosineAnnealingLR, 5),
     "warm-up": of(schedules.LinearLR, 0.01, total_iters=5 * T),
     "warm-up and cosine": warm_then_cosine(6 * T),
     "linear to 0 too soon": factors(lambda step: max(0.0, 1 - step / 4)),
@@ -75,8 +73,6 @@ RIGHT = {
     "cosine, not to 0": of(schedules.CosineAnnealingLR, 8 * T, eta_min=0.48),
     "linear": factors(lambda step: 1 - step / T),
     "steps": of(schedules.StepLR, 2, gamma=0.7),
-    "slow": of(schedules.ExponentialLR, 0.99),
-    "constant": of(schedules.ConstantLR, total_iters=0),
     "cyclic": of(schedules.CyclicLR, 0.01, RATE, step_size_up=100),
     "warm restarts": of(schedules.CosineAnnealingWarmRestarts, 50),
     "warm-up and cosine": warm_then_cosine(T),
