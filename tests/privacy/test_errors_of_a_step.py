@@ -55,6 +55,10 @@ def asserted(m, x, y):
     return F.cross_entropy(m.layer(x), y)
 
 
+def statistics(m, x, y):
+    return F.batch_norm(m.layer(x), None, None, training=True).square().sum()
+
+
 def own_check(m, x, y):
     if x.shape[0] < 2:
         raise ValueError("at least two samples are needed")
@@ -66,7 +70,7 @@ def metric(m, x, y):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss_of", [squeezed, fixed_size, asserted, own_check, metric])
+@pytest.mark.parametrize("loss_of", [squeezed, fixed_size, asserted, statistics, own_check, metric])
 def test_code_that_needs_more_rows_is_told_its_line_and_what_the_step_sees(loss_of, mode):
     told = told_of(loss_of, mode)
     assert told.startswith("Backward pass" if (loss_of, mode) == (squeezed, "one_by_one") else __file__)
