@@ -22,11 +22,6 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of another one for autograd, which then replaces its node when it is written."""
-    return tensor._is_view()
-
-
 def storage_address(tensor: Tensor) -> int:
     """An identifier of a tensor's memory: a buffer that is written may be reached through any view of it.
 

@@ -48,7 +48,7 @@ class OneDevice(TorchDispatchMode):
             raise AssertionError(f"{func} takes {[(tensor.device.type, tuple(tensor.shape)) for tensor in tensors]}")
         if func is torch.ops.aten._local_scalar_dense.default and tensors[0].device == META:
             self._note(self.reads)
-            return 0
+            return 1
         if func in _COPIES and tensors[-1].device != META:
             to = tensors[0].device if func is torch.ops.aten.copy_.default else kwargs.get("device", args[-1])
             if isinstance(to, torch.device) and to == META:
@@ -62,7 +62,7 @@ class OneDevice(TorchDispatchMode):
             self._note(self.reads)
             if func is torch.ops.aten.copy_.default:
                 return args[0]
-            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
 
     def __enter__(self) -> "OneDevice":
         self._made = _Made(self)

@@ -122,11 +122,6 @@ def test_hooks_of_a_parameter():
     assert [torch_internals.has_hooks(each) for each in (first, second, third)] == [True, True, False]
 
 
-def test_views():
-    x = torch.ones(2, 3)
-    assert [torch_internals.is_view(each) for each in (x, x.T, x.clone(), x[0])] == [False, True, False, True]
-
-
 def test_inside_of_a_vmap():
     found, weight = {}, torch.ones(3)
 

@@ -18,7 +18,6 @@ from dp_lightning.privacy.accounting import Ledger
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.record import RunRecord
 from dp_lightning.privacy.statement import PrivacyStatement
-from dp_lightning.private_run.overview import overview
 from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, SavedRun, require_counted_steps
 from dp_lightning.private_run.run import PrivateRun
 from dp_lightning.private_run.settings import PrivacySettings
@@ -133,7 +132,7 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            print(overview(self.private_run), flush=True)  # by now, other callbacks have named their post-processing
+            print(self.private_run.overview(), flush=True)  # by now, other callbacks have named their post-processing
         self.private_run.training_starts()
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:

@@ -21,7 +21,7 @@ from dp_lightning.analysis.auditing import NoiseTests, gaussian_epsilon, mu_lowe
 from dp_lightning.atomic_files import replacing, require_writable
 from dp_lightning.commands.audit_runs import AuditRuns, Canaries
 from dp_lightning.commands.configs import with_paths
-from dp_lightning.privacy.accounting import epsilon
+from dp_lightning.privacy.accounting import compose
 
 FALSE_ALARM = 1e-4
 # Relative to the sensitivity: float32 rounding when the sum is divided by B and multiplied by B again.
@@ -97,9 +97,7 @@ class Audit:
         self.steps = min(max(math.ceil((0.7 * sigma) ** 2), 2), 16)  # so that a doubled contribution stands out
         self.mu = math.sqrt(self.steps) / sigma
         delta, accountant = self.plan.delta, self.plan.accountant
-        self.claimed = epsilon(
-            noise_multiplier=sigma, sample_rate=1.0, num_steps=self.steps, delta=delta, accountant=accountant
-        )
+        self.claimed = compose([(sigma, 1.0, self.steps)], delta=delta, accountant=accountant)
         self.noise, claimed = NoiseTests(), runs.noise_standard_deviation
         runs.noise(lambda _, sums: self.noise.add({name: total / claimed for name, total in sums.items()}))
         together, by_tensor = self._take_canaries(count)

@@ -113,8 +113,4 @@ def warn_without_statistics(model: nn.Module) -> None:
 
 def fixed_statistics(module: nn.Module) -> list[str]:
     """Names of the BatchNorm layers in evaluation mode, whose statistics have to be public."""
-    return [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, BatchNorm) and not part.training and part.running_mean is not None
-    ]
+    return [name for name, norm in batch_norms(module).items() if not norm.training and norm.running_mean is not None]

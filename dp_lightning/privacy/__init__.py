@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from dp_lightning.privacy.accounting import Ledger
     from dp_lightning.privacy.clipping import ClipPlan
     from dp_lightning.privacy.disk import DiSK
-    from dp_lightning.privacy.gradients.gradient_sum import clipped_gradient_sum
     from dp_lightning.privacy.gradients.rules import Rule, per_example, register_rule
     from dp_lightning.privacy.noise import GaussianNoise
     from dp_lightning.privacy.plan import PrivacyPlan, RunShape
@@ -33,7 +32,6 @@ __all__ = [
     "Rule",
     "RunRecord",
     "RunShape",
-    "clipped_gradient_sum",
     "per_example",
     "register_rule",
 ]
@@ -51,7 +49,6 @@ _PLACES = {
     "Rule": "gradients.rules",
     "RunRecord": "record",
     "RunShape": "plan",
-    "clipped_gradient_sum": "gradients.gradient_sum",
     "per_example": "gradients.rules",
     "register_rule": "gradients.rules",
 }

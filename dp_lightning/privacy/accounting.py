@@ -56,26 +56,17 @@ _ENDS = 3
 _MAX_PRV_ERROR = 0.5
 
 
-def epsilon(
-    *, noise_multiplier: float, sample_rate: float, num_steps: int, delta: float, accountant: str = "prv"
-) -> float:
-    """Epsilon of `num_steps` equal steps.
+def compose(runs: Iterable[Run], *, delta: float, accountant: str = "prv") -> float:
+    """Epsilon of all `runs` together; their order does not matter.
 
     Args:
-        noise_multiplier: noise standard deviation over sensitivity; 0 gives infinity.
-        sample_rate: the probability with which each example is drawn, in (0, 1].
-        num_steps: logical steps; 0 gives 0.
+        runs: steps with noise 0 give infinity, and no step gives 0.
         delta: in (0, 1).
         accountant: "prv", "rdp" or "pld".
 
     Raises:
         ConfigurationError: a value is outside its range, or the accountant is unknown or not installed.
     """
-    return compose([(noise_multiplier, sample_rate, num_steps)], delta=delta, accountant=accountant)
-
-
-def compose(runs: Iterable[Run], *, delta: float, accountant: str = "prv") -> float:
-    """Epsilon of all `runs` together; their order does not matter. Raises as `epsilon` does."""
     check_accountant(accountant)
     check_delta(delta)
     totals = _totals(_check_run(*run) for run in runs if run[2] != 0)

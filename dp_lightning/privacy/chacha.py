@@ -23,8 +23,6 @@ def key_stream(key: bytes, blocks: int, device: torch.device, *, counter: int = 
         counter: counter of the first block; the counters of all blocks are below 2^32.
         nonce: 12 bytes.
     """
-    if len(key) != KEY_BYTES or len(nonce) != 12 or not 0 <= counter <= counter + blocks <= 2**32:
-        raise ValueError("ChaCha20 takes a key of 32 bytes, a nonce of 12, and counters below 2^32")
     fixed = sent(torch.frombuffer(bytearray(_CONSTANTS + key + bytes(4) + nonce), dtype=torch.int32), device)
     start = fixed.unsqueeze(1).repeat(1, blocks)
     start[12] = torch.arange(counter, counter + blocks, device=device).to(torch.int32)

@@ -8,7 +8,7 @@ without privacy. Such a loss leaks nothing, but the user has to know of it.
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,10 +18,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from dp_lightning.privacy.isolation import host_generators
+from dp_lightning.privacy.reading import ExampleReader, Flat, flatten, unflatten
 
 #: The name under which the statement lists the warning, since it tells something of raw examples.
 NAME = "warning before the first step: loss of a batch"
@@ -55,18 +56,17 @@ class _WeightedMeans(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def warn_of_changed_meaning(
-    trainer: pl.Trainer, module: pl.LightningModule, dataset: Any, collate_fn: Callable[[list[Any]], Any]
-) -> bool:
+def warn_of_changed_meaning(trainer: pl.Trainer, module: pl.LightningModule, reader: ExampleReader) -> bool:
     """Compare the loss of a few examples together with the mean of their losses, in evaluation mode.
 
-    The losses are those of a copy of the module, with noise in its weights. Where it draws random numbers in evaluation
-    mode, takes no batch of several examples or cannot be copied, nothing is compared.
+    The losses are those of a copy of the module, with noise in its weights. The batch of several examples is made of
+    their batches of one, so that collation and hooks see one example, as in a step. Where two losses of that batch
+    differ, or the code takes no batch of several examples or cannot be copied, nothing is compared.
 
     Returns:
         Whether a warning was given that tells something of the examples.
     """
-    count = min(_EXAMPLES, len(dataset))
+    count = min(_EXAMPLES, len(reader))
     index = (0,) if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2) else ()
     with isolate_rng(), torch.no_grad(), trainer.precision_plugin.train_step_context(), _WeightedMeans() as means:
         try:
@@ -76,24 +76,22 @@ def warn_of_changed_meaning(
             for parameter in tried.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn_like(parameter), alpha=_NOISE)
-            owners = [*filter(None, [getattr(trainer, "datamodule", None)]), tried]
+            owners, hook = (getattr(trainer, "datamodule", None), tried), "on_after_batch_transfer"
+            owner = next((owner for owner in owners if owner is not None and is_overridden(hook, owner)), None)
+            found = [reader.read(place * len(reader) // count, 0) for place in range(count)]
+            examples: list[Flat] = []
+            for example in (unflatten(*flat) for flat in found if flat is not None):
+                batch = trainer.precision_plugin.convert_input(move_data_to_device(example, module.device))
+                examples.append(flatten(batch if owner is None else getattr(owner, hook)(batch, 0)))
 
-            def hooked(name: str, batch: Any) -> Any:
-                owner = next((owner for owner in owners if is_overridden(name, owner)), None)
-                return batch if owner is None else getattr(owner, name)(batch, 0)
-
-            def loss_of(examples: list[Any]) -> float:
-                batch = hooked("on_before_batch_transfer", collate_fn(examples))
-                batch = trainer.precision_plugin.convert_input(move_data_to_device(batch, module.device))
-                output: Any = tried.training_step(hooked("on_after_batch_transfer", batch), *index)
+            def loss_of(parts: list[Flat]) -> float:
+                columns = zip(*(leaves for leaves, _ in parts), strict=True)
+                leaves = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
+                output: Any = tried.training_step(unflatten(leaves, parts[0][1]), *index)
                 return float(output["loss"] if isinstance(output, Mapping) else output)
 
-            examples = [dataset[place * len(dataset) // count] for place in range(count)]
-            generators = host_generators(), torch.get_rng_state().tolist()
-            mean = sum(loss_of([example]) for example in examples) / count
+            mean = sum(loss_of([example]) for example in examples) / len(examples)
             together, again = loss_of(examples), loss_of(examples)
-            if generators != (host_generators(), torch.get_rng_state().tolist()):
-                together = math.nan  # the next draw would give other losses
         except Exception:  # whatever the user's own code raises on a batch that it will not see
             together = again = mean = math.nan
     if means.found is not None:
@@ -106,9 +104,9 @@ def warn_of_changed_meaning(
     ):
         return False
     rank_zero_warn(
-        f"With noise in the weights, the loss of {count} examples together is {together:.4g}, and the mean of their "
-        f"losses is {mean:.4g}. Private training uses each example's own loss: what the loss takes from the rest of a "
-        "batch, such as negatives, statistics or thresholds, comes from the example alone. Give weights, such as "
+        f"With noise in the weights, the loss of {len(examples)} examples together is {together:.4g}, and the mean of "
+        f"their losses is {mean:.4g}. Private training uses each example's own loss: what the loss takes from the rest "
+        "of a batch, such as negatives, statistics or thresholds, comes from the example alone. Give weights, such as "
         "pos_weight, as public constants, and not as counts of the batch; take the mean of weighted losses, and not "
         "their sum over the sum of the weights."
     )

@@ -64,8 +64,8 @@ class SavedRun:
             return cls(statement=statement, settings=entry["settings"], step=entry["step"])
         except (KeyError, TypeError, DataError) as error:
             raise DataError(
-                f"what it holds of a private run cannot be read by dp-lightning {installed('dp-lightning')} ({error}). "
-                "Resume and export it with the version that wrote it"
+                f"The private run in the checkpoint cannot be read by dp-lightning {installed('dp-lightning')} "
+                f"({error}). Resume and export it with the version that wrote it."
             ) from error
 
 
@@ -217,7 +217,7 @@ def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> 
         The path of the checkpoint; None, with a warning, where there is no checkpoint.
 
     Raises:
-        ConfigurationError: when there are checkpoints, and none of them can be loaded.
+        ConfigurationError, DataError: as `newest_checkpoint`.
     """
     given = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
     roots = [Path(root) for logger in trainer.loggers if (root := getattr(logger, "root_dir", logger.save_dir))]
@@ -233,28 +233,22 @@ def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> 
 
 
 def newest_checkpoint(folders: Iterable[Path], weights_only: bool | None = None) -> str | None:
-    """The newest checkpoint of a private run in these folders; one that cannot be loaded is skipped with a warning.
+    """The newest checkpoint of a private run in these folders; those of weights alone are passed over.
 
     Returns:
         None where there is no checkpoint.
 
     Raises:
-        ConfigurationError: when there are checkpoints, and none of them can be loaded.
+        ConfigurationError: when there are checkpoints, and none of them holds a private run.
+        DataError: when the newest one is damaged, or another version of this package has written it.
     """
     paths = {path for folder in folders for path in folder.glob("*.ckpt")}
-    broken = ""
     for path in sorted(paths, key=lambda path: (path.stat().st_mtime, path), reverse=True):
-        try:
-            if SavedRun.read(PrivateCheckpointIO().load_checkpoint(path, weights_only=weights_only)) is None:
-                raise DataError(
-                    f"{path} is not a checkpoint of a private run, or its ModelCheckpoint has save_weights_only: true."
-                )
-        except DataError as error:
-            broken += f" {path.name} does not load: {error}"
-            continue
-        if broken:
-            rank_zero_warn(f"ckpt_path 'last' is {path}, which loads.{broken}")
-        return str(path)
-    if broken:
-        raise ConfigurationError(f"ckpt_path is 'last', but no checkpoint can be loaded.{broken}")
+        if SavedRun.read(PrivateCheckpointIO().load_checkpoint(path, weights_only=weights_only)) is not None:
+            return str(path)
+    if paths:
+        raise ConfigurationError(
+            f"ckpt_path is 'last', but no checkpoint holds a private run, such as {max(paths)}: ModelCheckpoint has "
+            "save_weights_only: true, or they are of other runs."
+        )
     return None

@@ -20,10 +20,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader
 
 from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
-from dp_lightning.models.batch_norm import freeze_batch_norm
+from dp_lightning.models.batch_norm import fixed_statistics, freeze_batch_norm
 from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.journal import journal_name
-from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.plan import BEYOND_PRV, PrivacyPlan
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.privacy.record import note_earlier_training
 from dp_lightning.privacy.statement import PrivacyStatement
@@ -37,7 +37,7 @@ from dp_lightning.private_run.resume import RUNS, RunHistory, SavedRun, plan_of_
 from dp_lightning.private_run.schedule_trial import try_schedules
 from dp_lightning.private_run.settings import PrivacySettings
 from dp_lightning.private_run.step_logging import StepLogging
-from dp_lightning.private_run.trainer_checks import check_optimizers, require_step
+from dp_lightning.private_run.trainer_checks import check_optimizers
 from dp_lightning.ranks import Ranks
 
 # Epsilon by PRV costs a tenth of a second to a second, so a run computes its epsilon this many times.
@@ -241,7 +241,6 @@ class PrivateRun:
             BudgetError: when no step is left.
         """
         check_optimizers(self.trainer, self.step.parameters.values())
-        require_step(self.trainer.optimizers[0])
         self.history.unprotected.check(self.trainer)
         if self.history.saved is not None:
             self.step.load_state_dict(dict(self.history.saved.step))
@@ -274,10 +273,53 @@ class PrivateRun:
         self._log_epsilon()
         require_held_out(reader.dataset, self.trainer.val_dataloaders)
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
-        if self.trainer.is_global_zero and warn_of_changed_meaning(
-            self.trainer, self.module, reader.dataset, reader.reading.collate_fn
-        ):
+        if self.trainer.is_global_zero and warn_of_changed_meaning(self.trainer, self.module, reader):
             self.history.unprotected.names.add(NAME)
+
+    def overview(self) -> str:
+        """Method, plan and devices of the run, and what is special about it: a few lines of text for its start."""
+        settings, trainer, plan, clip = self.settings, self.trainer, self.plan, self.settings.clip_plan
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+        method = "; ".join([f"DP-SGD by {optimizers}", *self.postprocessing])
+        views = f", {settings.augmult} views of each example" if settings.augmult > 1 else ""
+        epsilon = plan.target_epsilon or self.budget.at(plan.num_steps)
+        budget = f"epsilon {epsilon:.4g} at delta {plan.delta:g} by {plan.accountant.upper()}, N {plan.num_train:,} "
+        budget += f"{'persons' if settings.images_per_group else 'examples'}, B {plan.expected_batch_size:,}, sigma "
+        budget += f"{plan.noise_multiplier:.4g}, C {clip.max_grad_norm:g}, T {plan.num_steps:,} steps"
+        rows = [
+            ("method", f"{method}; {clip.kind.replace('_', ' ')} clipping ({clip.factor}){views}"),
+            ("plan", budget),
+            ("epochs", f"{math.ceil(plan.num_steps / trainer.num_training_batches):,}"),
+            ("device", f"{trainer.world_size} x {trainer.strategy.root_device.type}, precision {trainer.precision}"),
+            *(("note", note) for note in self._notes()),
+        ]
+        return "\n".join(f"{label:<13}{text}" for label, text in rows)
+
+    def _notes(self) -> list[str]:
+        """What was trained before the run, what is frozen in it, and what keeps it from release."""
+        steps, record, settings, notes = self.history.ledger.num_steps, self.history.record, self.settings, []
+        if steps:
+            notes.append(f"{steps} of the steps are taken, with epsilon {self.budget.spent():.3f}.")
+        earlier = {name: sum(count for _, _, count in runs) for name, runs in record.ledger.earlier.items()}
+        counted = [f"run {name}: {count} private steps, which count here" for name, count in earlier.items()]
+        if before := [*counted, *record.earlier_training]:
+            notes.append(f"Training before the run: {'; '.join(before)}.")
+        if phases := self.step.phases.describe():
+            notes.append(f"Parameters: {phases} (privacy.frozen_until).")
+        if fixed := fixed_statistics(self.module):
+            notes.append(
+                f"{len(fixed)} BatchNorm layers stay in evaluation mode. Their statistics are outside of the guarantee "
+                "and have to come from public data."
+            )
+        elif self.batch_norm != "none":
+            notes.append(f"{self.batch_norm} (privacy.batch_norm).")
+        if self.plan.priced_by_renyi:
+            notes.append(BEYOND_PRV.format("privacy.accountant: pld"))
+        if self.plan.noise_multiplier == 0:
+            notes.append("No noise is added: this run is NOT PRIVATE.")
+        elif reasons := [*sorted(record.faults), *(["it is reproducible"] if settings.reproducible else [])]:
+            notes.append(f"This run is NOT FOR RELEASE: {'; '.join(reasons)}.")
+        return notes
 
     # One logical step
 

@@ -12,13 +12,12 @@ from torch import empty
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR
 
-from dp_lightning.errors import ConfigurationError, DpLightningError
+from dp_lightning.errors import ConfigurationError
 
-# Seconds for one schedule, enough for tens of thousands of steps.
-_SECONDS = 0.4
-# Each schedule is followed for so many times the run's steps. One that falls without an end, as StepLR does, is lowest
-# in the second half of any stretch, so a schedule has an end if it is lowest in the first half.
-_BEYOND = 40
+# Each schedule is followed for so many times the run's steps, as long as that takes no more seconds. One that falls
+# without an end, as StepLR does, is lowest in the second half of any stretch, so a schedule has an end if it is lowest
+# in the first half.
+_BEYOND, _SECONDS = 40, 0.4
 _FIX = "Make it as long as the run, whose steps configure_optimizers has in self.trainer.estimated_stepping_batches."
 
 
@@ -35,37 +34,34 @@ def try_schedules(trainer: pl.Trainer, module: pl.LightningModule, steps: int) -
     """
     epoch, taken = int(trainer.num_training_batches), trainer.global_step
     for config in [] if is_overridden("lr_scheduler_step", module) else trainer.lr_scheduler_configs:
-
-        def calls(step: int, by_step: bool = config.interval == "step", every: int = config.frequency) -> int:
-            """How often Lightning has called the schedule's ``step`` after this logical step."""
-            epochs, rest = divmod(step, epoch)
-            return epochs * (epoch // every) + rest // every if by_step else epochs // every
-
-        count = calls(taken + steps) - calls(taken)
-        if count and not config.reduce_on_plateau:
-            _name_if_far(type(config.scheduler), _rates(config.scheduler, count, kept=(module, trainer)), count)
-
-
-def _name_if_far(kind: type, rates: list[float], count: int) -> None:
-    if len(rates) <= count or issubclass(kind, CyclicLR | CosineAnnealingWarmRestarts):
-        return
-    highest = max(rates)
-    peak = next(k for k, rate in enumerate(rates) if rate >= 0.999 * highest)
-    lowest = min(rates[peak:])
-    end = rates.index(lowest, peak)
-    last = min(rates[count - 1 : count + 1])
-    unfinished = 2 * end < len(rates) and (peak > count or last > lowest + 0.1 * highest)
-    idle = max(rates[max(0, min(int(0.95 * count), count - 2)) : count]) < 1e-3 * highest
-    if unfinished or idle:
-        rank_zero_warn(
-            f"The schedule {kind.__name__} is not as long as the run, which calls its step {count:,} times. Its "
-            f"learning rate is {highest:.3g} after {peak:,} calls, {lowest:.3g} after {end:,}, and {last:.3g} at the "
-            f"end of the run. {_FIX}"
-        )
+        kind, every = type(config.scheduler), config.frequency
+        if config.interval == "step":  # Lightning counts them anew in each epoch
+            before, after = (n // epoch * (epoch // every) + n % epoch // every for n in (taken, taken + steps))
+        else:
+            before, after = (n // epoch // every for n in (taken, taken + steps))
+        count = after - before
+        if not count or config.reduce_on_plateau:
+            continue
+        rates = _rates(config.scheduler, count, kept=(module, trainer))
+        if not rates or issubclass(kind, CyclicLR | CosineAnnealingWarmRestarts):
+            continue
+        highest = max(rates)
+        peak = next(k for k, rate in enumerate(rates) if rate >= 0.999 * highest)
+        lowest = min(rates[peak:])
+        end = rates.index(lowest, peak)
+        last = min(rates[count - 1 : count + 1])
+        unfinished = 2 * end < len(rates) and (peak > count or last > lowest + 0.1 * highest)
+        idle = max(rates[max(0, min(int(0.95 * count), count - 2)) : count]) < 1e-3 * highest
+        if unfinished or idle:
+            rank_zero_warn(
+                f"The schedule {kind.__name__} is not as long as the run, which calls its step {count:,} times. Its "
+                f"learning rate is {highest:.3g} after {peak:,} calls, {lowest:.3g} after {end:,}, and {last:.3g} at "
+                f"the end of the run. {_FIX}"
+            )
 
 
 def _rates(schedule: Any, count: int, kept: tuple[Any, ...]) -> list[float]:
-    """The highest learning rate of the groups, at first and after each call of ``step``, for as long as time allows.
+    """The highest learning rate of the groups, at first and after each call of ``step``; empty if it cannot be copied.
 
     Args:
         kept: objects that the copy of the schedule shares with it.
@@ -84,22 +80,15 @@ def _rates(schedule: Any, count: int, kept: tuple[Any, ...]) -> list[float]:
         warnings.simplefilter("ignore")  # the optimizer takes no step
         for call in range(1, _BEYOND * count + 1):
             rates.append(max(float(group["lr"]) for group in optimizer.param_groups))
-            late = time.monotonic() > deadline
-            if late and call > count:
+            if call > count and time.monotonic() > deadline:
                 break
-            if late:  # try the last call alone
-                tried.last_epoch += count - call
             try:
                 tried.step()
-            except DpLightningError:
-                raise
             except Exception as error:
                 if call > count:
                     return rates + rates[-1:] * len(rates)  # the schedule has ended
                 raise ConfigurationError(
                     f"The schedule {type(schedule).__name__} is too short: the run calls its step {count:,} times, and "
-                    f"call {count if late else call:,} raises {type(error).__name__}: {error} {_FIX}"
+                    f"call {call:,} raises {type(error).__name__}: {error} {_FIX}"
                 ) from error
-            if late:
-                break
     return rates

@@ -1,16 +1,14 @@
 """Settings of Trainer and module that a private run cannot have, refused together, each with what to change."""
 
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch import callbacks as standard
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_internals import was_compiled
@@ -174,33 +172,12 @@ def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
             "optimizer LBFGS reads the gradient several times per step. Use SGD, Adam or AdamW.",
         ),
         (
+            any(isinstance(optimizer, optim.SparseAdam) for optimizer in trainer.optimizers),
+            "optimizer SparseAdam takes sparse gradients, and a privatized gradient is dense. Use Adam.",
+        ),
+        (
             any(each.requires_grad and id(each) not in ids for group in groups for each in group["params"]),
             "The optimizer holds a parameter that is not among the module's trained parameters, so no private gradient "
             "exists for it. Build the optimizer from self.parameters().",
         ),
     )
-
-
-def require_step(optimizer: optim.Optimizer) -> None:
-    """Let a copy of an optimizer take a step on numbers of its own; an optimizer that cannot be copied is not tried.
-
-    Raises:
-        ConfigurationError: where the step fails, as on gradients that are not sparse.
-    """
-    held = [each for group in optimizer.param_groups for each in group["params"]]
-    ones: dict[int, Any] = {id(each): nn.Parameter(torch.ones_like(each), each.requires_grad) for each in held}
-    for each in ones.values():
-        each.grad = torch.ones_like(each) if each.requires_grad else None
-    try:
-        tried: Any = object.__new__(type(optimizer))
-        own = {name: value for name, value in vars(optimizer).items() if name != "step"}  # schedules wrap the step
-        vars(tried).update(copy.deepcopy(own, ones))
-    except Exception:  # whatever the optimizer's own code raises
-        return
-    try:
-        tried.step(closure=lambda: torch.zeros(()))
-    except Exception as error:
-        raise ConfigurationError(
-            f"optimizer {type(optimizer).__name__} cannot take a step on a privatized gradient, which is an ordinary "
-            f"dense tensor without a graph ({type(error).__name__}: {error}). Use SGD, Adam or AdamW."
-        ) from error

@@ -6,7 +6,7 @@ import pytest
 
 from dp_lightning.cli import main
 from dp_lightning.privacy import accounting
-from dp_lightning.privacy.accounting import epsilon
+from dp_lightning.privacy.accounting import compose
 from dp_lightning.privacy.plan import steps_of_epoch
 
 DATA = ["--num-train", "1000", "--delta", "1e-5"]
@@ -29,13 +29,7 @@ def refusal(capsys: pytest.CaptureFixture, options: str) -> str:
 
 
 def spent(batch_size: int, steps: int, sigma: float, accountant: str = "prv") -> float:
-    return epsilon(
-        noise_multiplier=sigma,
-        sample_rate=batch_size / 1000,
-        num_steps=steps,
-        delta=1e-5,
-        accountant=accountant,
-    )
+    return compose([(sigma, batch_size / 1000, steps)], delta=1e-5, accountant=accountant)
 
 
 def test_epsilon_of_a_run(capsys: pytest.CaptureFixture) -> None:

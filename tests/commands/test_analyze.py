@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from clipped_sums import clipped_gradient_sum
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
@@ -12,7 +13,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands.analysis_run import AnalysisRun, Measured
 from dp_lightning.commands.analyze import KINDS
 from dp_lightning.experiments.document import Document
-from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan
 from dp_lightning.privacy.plan import RunShape
 
 QUICK = ["--config", "digits", "--privacy.accountant", "rdp", "--trainer.accelerator", "cpu"]

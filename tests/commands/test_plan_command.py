@@ -9,7 +9,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands import pricing
 from dp_lightning.datamodules import Digits
 from dp_lightning.lightning_modules import SmallCNNModule
-from dp_lightning.privacy.accounting import epsilon
+from dp_lightning.privacy.accounting import compose
 from dp_lightning.privacy.plan import RunShape
 
 CONFIG = "digits --privacy.accountant rdp --trainer.accelerator cpu"
@@ -66,7 +66,7 @@ def test_noise_that_is_set_gives_the_epsilon_that_it_spends(capsys):
     (run,) = answer(capsys, f"{CONFIG} {noise} --batch-size 64")["runs"]
     assert (run["num_steps"], run["noise_multiplier"]) == (7, 2.0)
     rate = 64 / N
-    assert run["epsilon"] == epsilon(noise_multiplier=2.0, sample_rate=rate, num_steps=7, delta=1e-4, accountant="rdp")
+    assert run["epsilon"] == compose([(2.0, rate, 7)], delta=1e-4, accountant="rdp")
     # What is compared replaces both limits of the length, and the noise.
     (run,) = answer(capsys, f"{CONFIG} {noise} --batch-size 64 --epochs 2 --epsilon 3")["runs"]
     assert (run["num_steps"], run["epsilon"]) == (2 * N // 64, 3.0)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+from clipped_sums import clipped_gradient_sum
 from plain_run import privacy, trainer
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +15,7 @@ from dp_lightning.errors import ConfigurationError, ModelError
 from dp_lightning.lightning_modules import TimmModule
 from dp_lightning.models import freeze_batch_norm
 from dp_lightning.models.trained import merge_low_rank
-from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan
 
 VIT = ("vit_tiny_patch16_224", {"img_size": 16, "patch_size": 8, "depth": 2, "embed_dim": 24, "num_heads": 2})
 CONVOLUTIONS = ("test_efficientnet", {"drop_path_rate": 0.0})

@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy import accounting
-from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, best_guess, compose, compose_all, epsilon
+from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, best_guess, compose, compose_all
 
 
 def gaussian_epsilon(sigma: float, delta: float) -> float:
@@ -33,7 +33,7 @@ def test_without_sampling_every_accountant_bounds_the_exact_gaussian(
 ) -> None:
     """T steps of noise sigma are one step of noise sigma / sqrt(T)."""
     exact = gaussian_epsilon(sigma / math.sqrt(num_steps), 1e-5)
-    bound = epsilon(noise_multiplier=sigma, sample_rate=1.0, num_steps=num_steps, delta=1e-5, accountant=accountant)
+    bound = compose([(sigma, 1.0, num_steps)], delta=1e-5, accountant=accountant)
     # RDP's conversion loses up to about 10 %; PRV adds its error margin of 0.01, PLD less.
     slack = 0.1 * exact if accountant == "rdp" else 0.011
     assert exact - 1e-6 <= bound <= exact + slack
@@ -77,10 +77,9 @@ def test_the_order_and_the_parts_of_a_run_do_not_matter(accountant: str) -> None
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_no_steps_cost_nothing_and_no_noise_costs_everything(accountant: str) -> None:
-    spent = {"sample_rate": 0.1, "delta": 1e-5, "accountant": accountant}
-    assert epsilon(noise_multiplier=1.0, num_steps=0, **spent) == 0
-    assert epsilon(noise_multiplier=0.0, num_steps=0, **spent) == 0
-    assert epsilon(noise_multiplier=0.0, num_steps=1, **spent) == math.inf
+    spent = {"delta": 1e-5, "accountant": accountant}
+    assert compose([(1.0, 0.1, 0)], **spent) == compose([(0.0, 0.1, 0)], **spent) == 0
+    assert compose([(0.0, 0.1, 1)], **spent) == math.inf
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
@@ -160,8 +159,9 @@ def test_pld_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_outside_their_range_are_refused(wrong: dict) -> None:
     right = {"noise_multiplier": 1.0, "sample_rate": 0.1, "num_steps": 1, "delta": 1e-5, "accountant": "rdp"}
     name = "steps" if "num_steps" in wrong else next(iter(wrong))
+    sigma, q, steps, *rest = {**right, **wrong}.values()
     with pytest.raises(ConfigurationError, match=name):
-        epsilon(**{**right, **wrong})
+        compose([(sigma, q, steps)], delta=rest[0], accountant=rest[1])
 
 
 def filled(*kinds: tuple[float, float, int]) -> Ledger:

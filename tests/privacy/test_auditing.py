@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dp_lightning.analysis.auditing import NoiseTests, gaussian_delta, gaussian_epsilon, mu_lower_bound
-from dp_lightning.privacy.accounting import epsilon
+from dp_lightning.privacy.accounting import compose
 
 TENSORS = {"weight": (30, 20), "bias": (10,), "head": (10, 30)}
 
@@ -15,7 +15,7 @@ TENSORS = {"weight": (30, 20), "bias": (10,), "head": (10, 30)}
 @pytest.mark.parametrize(("sigma", "steps"), [(0.8, 1), (1.0, 4), (5.0, 16)])
 def test_epsilon_of_mu_is_that_of_gaussian_steps_which_everybody_takes_part_in(sigma, steps):
     found = gaussian_epsilon(math.sqrt(steps) / sigma, 1e-5)
-    claimed = epsilon(noise_multiplier=sigma, sample_rate=1.0, num_steps=steps, delta=1e-5)
+    claimed = compose([(sigma, 1.0, steps)], delta=1e-5)
     assert found <= claimed <= found + 0.02  # the accountant's discretisation
     assert gaussian_delta(found, math.sqrt(steps) / sigma) == pytest.approx(1e-5, rel=1e-6)
 

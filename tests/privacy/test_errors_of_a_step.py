@@ -55,9 +55,8 @@ def asserted(m, x, y):
     return F.cross_entropy(m.layer(x), y)
 
 
-def halves(m, x, y):
-    left, right = m.layer(x).chunk(2)
-    return (left - right).square().sum()
+def statistics(m, x, y):
+    return F.batch_norm(m.layer(x), None, None, training=True).square().sum()
 
 
 def own_check(m, x, y):
@@ -71,7 +70,7 @@ def metric(m, x, y):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss_of", [squeezed, fixed_size, asserted, halves, own_check, metric])
+@pytest.mark.parametrize("loss_of", [squeezed, fixed_size, asserted, statistics, own_check, metric])
 def test_code_that_needs_more_rows_is_told_its_line_and_what_the_step_sees(loss_of, mode):
     told = told_of(loss_of, mode)
     assert told.startswith("Backward pass" if (loss_of, mode) == (squeezed, "one_by_one") else __file__)
@@ -98,16 +97,12 @@ def wrong_shape(m, x, y):
     return F.cross_entropy(m.layer(x.mT), y)
 
 
-def missing(m, x, y):
-    return {"logits": m.layer(x)}["logit"].sum()
-
-
 def no_attribute(m, x, y):
     return m.head(x).sum()
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss_of", [wrong_shape, missing, no_attribute])
+@pytest.mark.parametrize("loss_of", [wrong_shape, no_attribute])
 def test_a_mistake_that_two_rows_share_is_told_its_line_alone(loss_of, mode):
     told = told_of(loss_of, mode)
     assert told.startswith(__file__)
@@ -132,13 +127,7 @@ def backward_in_the_step(m, x, y):
     return loss
 
 
-def backward_method(m, x, y):
-    loss = F.cross_entropy(m.layer(x), y)
-    loss.backward()
-    return loss
-
-
-@pytest.mark.parametrize("loss_of", [read_and_squeezed, backward_in_the_step, backward_method])
+@pytest.mark.parametrize("loss_of", [read_and_squeezed, backward_in_the_step])
 def test_one_by_one_is_offered_only_where_the_loss_of_one_example_runs(loss_of):
     assert ONE_BY_ONE not in told_of(loss_of)
     step = step_of(loss_of)

@@ -67,12 +67,6 @@ NETS = {
     "columns, input transposed": (nn.BatchNorm2d, _columns, nn.Identity()),
     "columns, both": (nn.BatchNorm2d, _columns, _of_columns),
     "rows, gradient transposed": (nn.BatchNorm2d, lambda x: _rows(x).contiguous(), _of_rows),
-    "rows, input transposed": (nn.BatchNorm2d, _rows, nn.Identity()),
-    "three dimensions": (
-        nn.BatchNorm3d,
-        lambda x: _columns(x).unsqueeze(-1).contiguous(),
-        lambda x: _of_columns(x.squeeze(-1)),
-    ),
     "a sequence": (nn.BatchNorm1d, lambda x: x.transpose(1, 2).contiguous(), lambda x: x.transpose(1, 2)),
 }
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_lightning.errors import DpLightningError
 from dp_lightning.models import WideResNet
 from dp_lightning.privacy import ClipPlan
 from dp_lightning.privacy.disk import DiSK
@@ -127,14 +126,9 @@ def test_no_physical_batch_waits_and_a_release_only_for_other_ranks(gpu, name):
         for _ in range(2):
             for batch in step.batches():
                 step.accumulate(batch)
-            if "ranks" in settings:
-                with pytest.raises(DpLightningError, match="0 of 2 ranks added noise"):  # zeros are read
-                    step.release()
-                assert len(device.reads) == 1
-                return
             step.release()
             optimizer.step()
-    assert device.reads == []
+    assert len(device.reads) == (2 if "ranks" in settings else 0)
 
 
 @pytest.mark.gpu

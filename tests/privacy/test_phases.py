@@ -115,13 +115,6 @@ def test_a_schedule_that_makes_no_sense_is_refused(frozen, words):
         private_step(network(), frozen_until=frozen)
 
 
-def test_the_largest_share_of_patterns_that_overlap_holds():
-    private = private_step(network(), frozen_until={"*.weight": 0.2, "0.*": 0.6})
-    assert private.phases.frozen(1) == {"0.weight", "2.weight", "4.weight", "0.bias"}
-    assert private.phases.frozen(5) == {"0.weight", "0.bias"}
-    assert private.phases.frozen(6) == set()
-
-
 class Counting(Plain):
     """Notes which parameters are trained in each step."""
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.accounting import epsilon
+from dp_lightning.privacy.accounting import compose
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 
 BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
@@ -32,13 +32,7 @@ def test_table_of_privacy_parameters_is_prv(num_train: int, batch_size: int, pub
     """Epsilon 4 needs the published noise, to 0.01, with q = B/N and T = floor(50 N/B)."""
 
     def spent(sigma: float) -> float:
-        return epsilon(
-            noise_multiplier=sigma,
-            sample_rate=batch_size / num_train,
-            num_steps=50 * num_train // batch_size,
-            delta=1e-5,
-            accountant="prv",
-        )
+        return compose([(sigma, batch_size / num_train, 50 * num_train // batch_size)], delta=1e-5)
 
     assert spent(published + 0.01) <= 4 < spent(published - 0.01)
 

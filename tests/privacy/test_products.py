@@ -5,10 +5,11 @@ import threading
 
 import pytest
 import torch
+from clipped_sums import clipped_gradient_sum
 from reference import clipped_sum_by_loop, relative_error
 from torch import nn
 
-from dp_lightning.privacy import ClipPlan, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan
 from dp_lightning.privacy.gradients import convolution, products
 from dp_lightning.privacy.gradients.contribution import Contribution
 from dp_lightning.privacy.gradients.linear import Tokens

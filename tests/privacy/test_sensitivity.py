@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from clipped_sums import clipped_gradient_sum
 from small_steps import plan_of
 from torch import nn
 from torch.nn import functional as F
@@ -11,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models import SmallCNN
-from dp_lightning.privacy import ClipPlan, PrivateStep, clipped_gradient_sum
+from dp_lightning.privacy import ClipPlan, PrivateStep
 from dp_lightning.privacy.gradients import contribution
 from dp_lightning.privacy.gradients.contribution import add_weighted, part_norms
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dp_lightning.errors import DataError
-from dp_lightning.privacy.accounting import Ledger, epsilon
+from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.statement import ONE_PERSON, PrivacyStatement
 
@@ -40,7 +40,7 @@ def statement(
 
 def test_epsilon_is_that_of_the_steps_taken() -> None:
     facts = statement(steps=3).to_dict()
-    expected = epsilon(noise_multiplier=1.0, sample_rate=0.01, num_steps=3, delta=1e-5)
+    expected = compose([(1.0, 0.01, 3)], delta=1e-5)
     assert facts["epsilon"]["prv"] == expected
     assert (facts["num_steps"], facts["num_steps_planned"]) == (3, 20)
     assert facts["release"] == "ok"

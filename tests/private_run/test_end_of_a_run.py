@@ -136,14 +136,6 @@ def test_a_fit_that_was_refused_binds_no_later_one(tmp_path):
     assert callback.statement().release == "ok"
 
 
-def test_a_refused_setting_leaves_a_run_as_it_is(tmp_path):
-    callback, module = privacy(), Plain()
-    trainer(tmp_path, callback, max_epochs=1).fit(module, loader())
-    with pytest.raises(ConfigurationError, match="gradient_clip_val"):
-        trainer(tmp_path, callback, gradient_clip_val=1.0).fit(module, loader())
-    assert callback.statement().release == "ok"
-
-
 def test_a_run_does_not_go_on_beyond_its_target_after_steps_of_another(tmp_path):
     callback = privacy(**TARGET)
     module = stopped(tmp_path, callback)

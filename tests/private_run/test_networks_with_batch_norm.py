@@ -5,14 +5,14 @@ import pytest
 import timm
 import torch
 import torchvision
-from plain_run import CLASSES, Plain, privacy, trainer, written
+from plain_run import CLASSES, Plain, flat, privacy, trainer, written
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.models.batch_norm import batch_norms
+from dp_lightning.models.batch_norm import batch_norm_to_group_norm, batch_norms
 
 
 def small():
@@ -165,6 +165,18 @@ def test_a_checkpoint_resumes_and_predicts(tmp_path, make, way):
     with torch.no_grad():
         expected = [run.lightning_module.eval()(x) for x, _ in images()]
     torch.testing.assert_close(torch.cat(found), torch.cat(expected))
+
+
+def test_a_script_loads_a_network_of_group_norms(tmp_path):
+    class Replaced(OptimizerFirst):
+        def __init__(self):
+            super().__init__()
+            batch_norm_to_group_norm(self)
+
+    run = fit(tmp_path, OptimizerFirst(), "group")
+    loaded = Replaced.load_from_checkpoint(run.checkpoint_callback.best_model_path)
+    assert not batch_norms(loaded)
+    assert torch.equal(flat(loaded), flat(run.lightning_module))
 
 
 @pytest.mark.parametrize("examples", ["together", "one_by_one"])

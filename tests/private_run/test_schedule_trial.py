@@ -2,9 +2,7 @@
 
 import functools
 import re
-import time
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch.optim import lr_scheduler as schedules
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.lightning_modules.schedules import WarmupCosine
-from dp_lightning.private_run import schedule_trial
 
 RATE, T = 0.5, 9  # three epochs of three steps
 
@@ -64,29 +61,18 @@ TOO_SHORT = {
 FAR = {
     "one cycle": one_cycle(16 * T),
     "cosine": of(schedules.CosineAnnealingLR, 16 * T),
-    "cosine of epochs": of(schedules.CosineAnnealingLR, T, interval="epoch"),
-    "rises again": of(schedules.CosineAnnealingLR, 5),
     "warm-up": of(schedules.LinearLR, 0.01, total_iters=5 * T),
     "warm-up and cosine": warm_then_cosine(6 * T),
-    "milestones of another run": of(schedules.MultiStepLR, [30, 60]),
     "linear to 0 too soon": factors(lambda step: max(0.0, 1 - step / 4)),
-    "warm-up cosine too soon": of(WarmupCosine, num_steps=4),
 }
 RIGHT = {
     "one cycle": one_cycle(T),
     "one cycle of epochs": one_cycle(3, interval="epoch"),
     "every second step": one_cycle(3, frequency=2),
-    "a little longer": one_cycle(T + 1),
     "cosine": of(schedules.CosineAnnealingLR, T),
-    "cosine of epochs": of(schedules.CosineAnnealingLR, 3, interval="epoch"),
     "cosine, not to 0": of(schedules.CosineAnnealingLR, 8 * T, eta_min=0.48),
     "linear": factors(lambda step: 1 - step / T),
     "steps": of(schedules.StepLR, 2, gamma=0.7),
-    "exponential": of(schedules.ExponentialLR, 0.5, interval="epoch"),
-    "slow": of(schedules.ExponentialLR, 0.99),
-    "constant": of(schedules.ConstantLR, total_iters=0),
-    "warm-up": of(schedules.LinearLR, total_iters=5),
-    "polynomial": of(schedules.PolynomialLR, total_iters=T),
     "cyclic": of(schedules.CyclicLR, 0.01, RATE, step_size_up=100),
     "warm restarts": of(schedules.CosineAnnealingWarmRestarts, 50),
     "warm-up and cosine": warm_then_cosine(T),
@@ -117,18 +103,17 @@ def test_one_of_the_runs_length_or_without_an_end_is_not(name, tmp_path):
     assert not [each for each in caught if "The schedule" in str(each.message)]
 
 
-@pytest.mark.parametrize("name", ["one cycle", "warm-up and cosine", "steps", "linear"])
+@pytest.mark.parametrize("name", ["one cycle", "warm-up and cosine", "linear"])
 def test_the_trial_leaves_no_trace(name, tmp_path, monkeypatch):
-    found = []
-    for tried in (True, False):
-        if not tried:
-            monkeypatch.setattr("dp_lightning.private_run.run.try_schedules", lambda *args: None)
+    def rates():
         module = RIGHT[name]()
-        run = trainer(tmp_path, privacy())
-        run.fit(module, loader())
-        found.append((module.rates, run.lr_scheduler_configs[0].scheduler.get_last_lr(), len(module.rates)))
-    assert found[0] == found[1]
-    assert found[0][2] == T
+        trainer(tmp_path, privacy()).fit(module, loader())
+        return module.rates
+
+    tried = rates()
+    monkeypatch.setattr("dp_lightning.private_run.run.try_schedules", lambda *args: None)
+    assert len(tried) == T
+    assert tried == rates()
 
 
 def test_a_run_that_resumes_tries_the_steps_that_are_left(tmp_path):
@@ -143,34 +128,16 @@ def test_a_run_that_resumes_tries_the_steps_that_are_left(tmp_path):
     trainer(tmp_path, privacy()).fit(RIGHT["steps"](), loader())
 
 
-def of_a_trainer(module, steps):
-    optimizer = module.configure_optimizers()
-    config = SimpleNamespace(
-        scheduler=optimizer["lr_scheduler"]["scheduler"], interval="step", frequency=1, reduce_on_plateau=False
-    )
-    run = SimpleNamespace(num_training_batches=steps, global_step=0, lr_scheduler_configs=[config])
-    return functools.partial(schedule_trial.try_schedules, run, module, steps)
-
-
-@pytest.mark.parametrize("steps", [100_000, 10_000_000])
-def test_long_runs_are_tried_in_a_second(steps):
-    start = time.monotonic()
-    with pytest.raises(ConfigurationError, match=rf"call {steps:,} raises ValueError: Tried to step {steps}"):
-        of_a_trainer(one_cycle(steps - 1)(), steps)()
-    of_a_trainer(one_cycle(steps)(), steps)()
-    assert time.monotonic() - start < 2
-
-
 def test_one_that_cannot_be_copied_or_that_the_module_steps_is_left_to_the_run(tmp_path):
     class Own(Scheduled):
         def lr_scheduler_step(self, scheduler, metric):
             pass
 
-    cycle = functools.partial(schedules.OneCycleLR, max_lr=RATE, total_steps=3)
-    trainer(tmp_path, privacy()).fit(Own(cycle), loader())
-    module = one_cycle(3)()
-    with pytest.raises(ConfigurationError):
-        of_a_trainer(module, 4)()
-    make = module.make
-    module.make = lambda optimizer: vars(found := make(optimizer)).update(lock=re.finditer("", "")) or found
-    of_a_trainer(module, 4)()
+    trainer(tmp_path, privacy()).fit(Own(functools.partial(schedules.OneCycleLR, max_lr=RATE, total_steps=3)), loader())
+
+    class Locked(schedules.ExponentialLR):
+        def __init__(self, optimizer):
+            super().__init__(optimizer, 0.9)
+            self.lock = re.finditer("", "")
+
+    trainer(tmp_path, privacy()).fit(Scheduled(Locked), loader())

@@ -8,7 +8,7 @@ from plain_run import CLASSES, Plain, loader, privacy, trainer
 from torch import nn
 
 from dp_lightning.errors import ConfigurationError, ModelError
-from dp_lightning.private_run.trainer_checks import check_settings, require_step
+from dp_lightning.private_run.trainer_checks import check_settings
 
 REFUSED_TRAINERS = {
     "gradient_clip_val": {"gradient_clip_val": 1.0},
@@ -108,6 +108,11 @@ class Searching(Plain):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Sparse(Plain):
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(self.parameters())
+
+
 class Foreign(Plain):
     def configure_optimizers(self):
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
@@ -118,90 +123,13 @@ class Foreign(Plain):
     [
         (Manual, "automatic_optimization of Manual is False"),
         (Searching, "LBFGS reads the gradient several times"),
+        (Sparse, "SparseAdam takes sparse gradients"),
         (Foreign, "holds a parameter that is not among the module's trained"),
     ],
 )
 def test_optimizers_that_cannot_take_private_steps_are_refused(tmp_path, kind, words):
     with pytest.raises(ConfigurationError, match=words):
         trainer(tmp_path, privacy()).fit(kind(), loader())
-
-
-class OfSecondOrder(torch.optim.SGD):
-    """As AdaHessian, which goes through the graph of a gradient."""
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for group in self.param_groups:
-            torch.autograd.grad([each.grad.sum() for each in group["params"]], group["params"])
-        return loss
-
-
-class OfExamples(torch.optim.SGD):
-    """As optimizers that clip by themselves."""
-
-    def step(self, closure=None):
-        closure()
-        return sum(each.grad_sample.sum() for group in self.param_groups for each in group["params"])
-
-
-class Around(torch.optim.Optimizer):
-    """As Lookahead: it holds another optimizer, whose groups are its own."""
-
-    def __init__(self, inner):
-        self.inner, self.slow = inner, [p.detach().clone() for p in inner.param_groups[0]["params"]]
-        super().__init__(inner.param_groups[0]["params"], {"rate": 0.5})
-        self.param_groups = inner.param_groups
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self.inner.step(closure)
-        for slow, each in zip(self.slow, self.param_groups[0]["params"], strict=True):
-            each.copy_(slow.lerp_(each, self.defaults["rate"]))
-        return loss
-
-
-OPTIMIZERS = {
-    "SparseAdam": torch.optim.SparseAdam,
-    "OfSecondOrder": lambda parameters: OfSecondOrder(parameters, lr=0.1),
-    "OfExamples": lambda parameters: OfExamples(parameters, lr=0.1),
-}
-
-
-def with_optimizer(make):
-    module = Plain()
-    optimizer = make(list(module.parameters()))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(getattr(optimizer, "inner", optimizer), 0.9)
-    module.configure_optimizers = lambda: ([optimizer], [schedule])
-    return module, optimizer
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_that_cannot_step_on_a_privatized_gradient_is_refused_before_the_first_step(tmp_path, name):
-    callback, (module, _) = privacy(), with_optimizer(OPTIMIZERS[name])
-    with pytest.raises(ConfigurationError, match=f"optimizer {name} cannot take a step.*Use SGD, Adam or AdamW"):
-        trainer(tmp_path, callback).fit(module, loader())
-    assert callback.ledger.num_steps == 0
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        torch.optim.Adam,
-        lambda parameters: torch.optim.AdamW(parameters, fused=True),
-        lambda parameters: torch.optim.NAdam([{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:]}]),
-        torch.optim.Adafactor,
-        lambda parameters: torch.optim.Rprop(parameters, foreach=True),
-        lambda parameters: Around(torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
-    ],
-)
-def test_an_optimizer_is_tried_on_other_numbers_than_the_weights(make):
-    module, optimizer = with_optimizer(make)
-    before = [each.detach().clone() for each in module.parameters()]
-    require_step(optimizer)
-    assert not optimizer.state
-    for each, old in zip(module.parameters(), before, strict=True):
-        assert torch.equal(each, old)
-        assert each.grad is None
 
 
 def test_a_lazy_layer_is_refused_by_name(tmp_path):

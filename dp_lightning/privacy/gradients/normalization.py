@@ -30,8 +30,8 @@ class NormRule:
 
     Args:
         normalize: maps rows (r, ...) to the normalised ones.
-        channels: whether scale and shift belong to dimension 1 (GroupNorm, InstanceNorm), or to the last dimensions,
-            which have the scale's shape (LayerNorm, RMSNorm).
+        channels: whether scale and shift belong to dimension 1 (GroupNorm), or to the last dimensions,
+            which have the scale's shape (LayerNorm).
     """
 
     def __init__(self, normalize: Normalize, *, channels: bool) -> None:
@@ -72,19 +72,9 @@ def folded_group_norm(rows: Tensor, arguments: Mapping[str, Any], for_each_row: 
     return F.group_norm(rows.flatten(0, 1).unsqueeze(0), groups, **weights, eps=eps).view(rows.shape)
 
 
-def instance_norm(rows: Tensor, call: Call) -> Tensor:
-    """The rows, normalised over the positions of each channel."""
-    return F.group_norm(rows, rows.shape[1], eps=call.arguments.get("eps", 1e-5))
-
-
 def layer_norm(rows: Tensor, call: Call) -> Tensor:
     """The rows, normalised over the last dimensions."""
     return F.layer_norm(rows, call.arguments["normalized_shape"], eps=call.arguments.get("eps", 1e-5))
-
-
-def rms_norm(rows: Tensor, call: Call) -> Tensor:
-    """The rows, divided by the root of their mean square over the last dimensions."""
-    return F.rms_norm(rows, call.arguments["normalized_shape"], eps=call.arguments.get("eps"))
 
 
 class ContiguousBatchNorm(TorchFunctionMode):

@@ -40,7 +40,6 @@ from dp_lightning.torch_internals import (
     below_transforms,
     has_hooks,
     is_batched,
-    is_view,
     level,
     tree_leaves,
     tree_map_only,
@@ -261,8 +260,6 @@ class Recording(TorchFunctionMode):
         waiting = [(rule, call, version_of(rows))]
         if not result.requires_grad:
             result = started(result)
-        elif is_view(result):  # as of instance_norm: a write in place would take its hook out of the graph
-            result = result.clone()
         result.register_hook(lambda gradient: self._receive(waiting, gradient))
         return result
 

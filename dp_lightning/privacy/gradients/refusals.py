@@ -57,7 +57,9 @@ BATCH_NORM = (
     "evaluation mode with pretrained statistics. Without Lightning, call batch_norm_to_group_norm(model) or "
     "freeze_batch_norm(model) of dp_lightning.models."
 )
-_OF_BATCH_NORM = re.compile(r"running_(mean|var)\b|more than 1 value per channel when training")
+_STATISTICS = re.compile(r"running_(mean|var)\b")
+# The code of layers that take statistics of a batch, which torch refuses for one value with "more than 1 value".
+_BATCH_NORMS = "torch/nn/modules/batchnorm.py", "timm/layers/norm_act.py"
 
 _OF_VMAP = re.compile("vmap|functorch|[Bb]atching rule|BatchedTensor|randomness")
 _SHAPE = (
@@ -136,8 +138,6 @@ def explaining(
         explanation = _explained(error, fails, seen, together)
         if explanation is error:
             raise
-        while (trace := error.__traceback__) and trace.tb_frame.f_code.co_filename.startswith((_TORCH, _OWN)):
-            error.__traceback__ = trace.tb_next  # what stands above the user's code
         raise explanation from error
 
 
@@ -155,7 +155,7 @@ def _explained(
         return ModelError(f"{where}{text}{_ALONE if text == UNTRAINED and not fails(2) else ''}")
     if isinstance(error, DpLightningError | MemoryError | torch.OutOfMemoryError):
         return error
-    if is_of_batch_norm(text):
+    if is_of_batch_norm(text) or ("more than 1 value" in text and any(name.endswith(_BATCH_NORMS) for name in files)):
         return ModelError(f"{where}{BATCH_NORM}")
     alone = fails(1)
     offer = "" if alone else f", or {ONE_BY_ONE}"
@@ -178,8 +178,8 @@ def _explained(
 
 
 def is_of_batch_norm(text: str) -> bool:
-    """Whether torch's message, or the path of a buffer, comes from a BatchNorm in training mode."""
-    return _OF_BATCH_NORM.search(text) is not None
+    """Whether torch's message, or the path of a buffer, names the statistics of a BatchNorm in training mode."""
+    return _STATISTICS.search(text) is not None
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:

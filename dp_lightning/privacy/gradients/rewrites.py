@@ -11,7 +11,6 @@ them run under ``torch.func.vmap``. A mode is switched off inside its own handle
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -198,23 +197,6 @@ def cross_entropy(
     return losses.sum() / of_class.sum() if reduction == "mean" else losses.sum()
 
 
-def gaussian_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
-) -> Tensor:
-    """``F.gaussian_nll_loss``, without the check for negative variances, which count as ``eps``."""
-    var = var if isinstance(var, Tensor) else torch.full_like(input, var)
-    if var.shape != input.shape and var.shape == input.shape[:-1]:
-        var = var.unsqueeze(-1)
-    var = var + (var.clamp_min(eps) - var).detach()
-    losses = (var.log() + (input - target).square() / var + (math.log(2 * math.pi) if full else 0.0)) / 2
-    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
-
-
 def set_item(tensor: Tensor, index: Any, value: Any) -> None:
     """``tensor[mask] = value`` for a number, or a row that replaces each selected row."""
     if not isinstance(index, Tensor) or index.dtype != torch.bool or not is_batched(index):
@@ -246,6 +228,5 @@ REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.prelu: prelu,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.cross_entropy: cross_entropy,
-    F.gaussian_nll_loss: gaussian_nll_loss,
     Tensor.__setitem__: set_item,
 }

@@ -30,15 +30,12 @@ from dp_lightning.privacy.gradients.convolution import (
     by_dimension,
     geometry,
 )
-from dp_lightning.privacy.gradients.embedding import embedding_rows
 from dp_lightning.privacy.gradients.linear import Tokens
 from dp_lightning.privacy.gradients.normalization import (
     NormRule,
     folded_group_norm,
     group_norm,
-    instance_norm,
     layer_norm,
-    rms_norm,
 )
 from dp_lightning.privacy.gradients.products import Product
 
@@ -141,6 +138,18 @@ def _transposed(call: Call, gradient: Tensor) -> Contribution:
     return Product(TransposedPatches(_geometry(call), call.inputs, gradient, call.rows), call.names)
 
 
+def _embedding(call: Call, gradient: Tensor) -> Contribution:
+    """Of a table: in the row of each index, the sum of the output gradients where the index occurs."""
+    indices = call.inputs.reshape(len(call.inputs) // call.rows, -1)
+    rows = gradient.reshape(*indices.shape, gradient.shape[-1])
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if (padding := call.arguments.get("padding_idx")) is not None:
+        rows = rows.masked_fill((indices == padding % call.weight_shape[0]).unsqueeze(2), 0.0)
+    table = rows.new_zeros(len(rows), *call.weight_shape)
+    table.scatter_add_(1, indices.unsqueeze(2).expand_as(rows), rows)
+    return PerExample({call.names["weight"]: table}, "by rule")
+
+
 def _geometry(call: Call) -> Geometry:
     names = ("stride", "padding", "dilation", "groups")
     return geometry(call.weight_shape, **{name: call.arguments[name] for name in names if name in call.arguments})
@@ -203,7 +212,7 @@ RULES.update(
             ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
             ("weight",),
             lambda x, arguments: x.dim(),
-            embedding_rows,
+            _embedding,
             ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"),
             _is_known_embedding,
         ),
@@ -221,21 +230,6 @@ RULES.update(
             _of_shape,
             NormRule(layer_norm, channels=False),
             ("normalized_shape", "eps"),
-        ),
-        F.rms_norm: Rule(
-            ("input", "normalized_shape", "weight", "eps"),
-            ("weight",),
-            _of_shape,
-            NormRule(rms_norm, channels=False),
-            ("normalized_shape", "eps"),
-        ),
-        F.instance_norm: Rule(
-            ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"),
-            ("weight", "bias"),
-            _all_but_first,
-            NormRule(instance_norm, channels=True),
-            ("running_mean", "running_var", "use_input_stats", "momentum", "eps"),
-            lambda arguments: arguments.get("running_mean") is None,
         ),
     }
 )

@@ -4,7 +4,7 @@ What is computed from parameters alone is computed once. Its per-example gradien
 back through that computation, so that each parameter ends up with one gradient per example.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,26 +160,19 @@ def _pulled_back(source: Source, gradients: Tensor) -> dict[str, Tensor]:
     step = max(_PULLED // max(sum(p.numel() for p in source.parameters.values()), 1), 1)
     pieces: dict[str, list[Tensor]] = {}
     for piece in gradients.to(source.tensor.dtype).split(step):
-        for name, part in zip(source.parameters, _gradients(source, piece), strict=True):
+        with torch.enable_grad():
+            found = torch.autograd.grad(
+                source.tensor,
+                list(source.parameters.values()),
+                piece,
+                is_grads_batched=True,
+                retain_graph=True,
+                allow_unused=True,
+            )
+        for name, part in zip(source.parameters, found, strict=True):
             if part is not None:
                 pieces.setdefault(name, []).append(part.to(torch.promote_types(part.dtype, torch.float32)))
     return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items()}
-
-
-def _gradients(source: Source, rows: Tensor) -> Sequence[Tensor | None]:
-    """Gradients (r, ...) of the parameters from those of a tensor that is computed from them, ``rows`` (r, ...)."""
-    parameters = list(source.parameters.values())
-    with torch.enable_grad():
-        try:
-            return torch.autograd.grad(
-                source.tensor, parameters, rows, is_grads_batched=True, retain_graph=True, allow_unused=True
-            )
-        except RuntimeError:  # vmap does not support a function: example by example; other errors are raised again
-            found = [
-                torch.autograd.grad(source.tensor, parameters, row, retain_graph=True, allow_unused=True)
-                for row in rows
-            ]
-    return [None if column[0] is None else torch.stack(column) for column in zip(*found, strict=True)]
 
 
 class _Start(torch.autograd.Function):
