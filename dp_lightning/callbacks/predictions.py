@@ -94,5 +94,10 @@ class PredictionFile(BasePredictionWriter):
             csv.writer(file).writerows(rows())
             file.detach()  # writes the rest of the text, and leaves the file open
         trainer.print(f"Predictions are in {self._path}.")
+        if constant := getattr(data, "num_constant", 0):
+            trainer.print(
+                f"All pixels are equal in {constant:,} of {number:,} images. Are they in the units of the window, "
+                "as the files in training were?"
+            )
         if skipped:
             trainer.print(f"These files have no prediction:\n{listed(skipped)}")

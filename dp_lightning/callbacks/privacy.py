@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.models.batch_norm import change_batch_norm, warn_without_statistics
@@ -98,7 +99,9 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
                 trainer, expected_batch_size=self.expected_batch_size, num_train=self.num_train_of
             )
             self._methods.install()
-        if self.batch_norm != "refuse":
+        if not any(is_overridden(hook, pl_module) for hook in ("setup", "configure_model")):
+            self.change_batch_norm(pl_module)  # the module has all of its layers
+        elif self.batch_norm != "refuse":
             # The module has all of its layers then; weights of a checkpoint, averages and the optimizer come later.
             vars(pl_module)["configure_model"] = lambda: self._configure_model(pl_module)
 

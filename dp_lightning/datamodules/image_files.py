@@ -46,6 +46,7 @@ class ImageFiles(lightning.LightningDataModule):
         paths: The files in the order of the predictions.
         problems: Why each file that was loaded so far could not be read, in the same order; None for those that could.
         skipped: The files that are not images by the ends of their names.
+        num_constant: The number of images that were loaded so far whose pixels are all equal.
     """
 
     #: There is nothing to train on.
@@ -92,6 +93,7 @@ class ImageFiles(lightning.LightningDataModule):
         self.paths: list[Path] = []
         self.problems: list[str | None] = []
         self.skipped: list[str] = []
+        self.num_constant = 0
 
     def setup(self, stage: str | None = None) -> None:
         images, others = files_in(self.root)
@@ -115,6 +117,9 @@ class ImageFiles(lightning.LightningDataModule):
         """Keep the problems of the files; replace the images by their features, for a probe."""
         images, problems = batch
         self.problems += problems
+        low, high = images.flatten(2).aminmax(dim=2)
+        constant = (low == high).all(dim=1).tolist()
+        self.num_constant += sum(each and why is None for each, why in zip(constant, problems, strict=True))
         return images if self._network is None else self._network.to(images.device)(images)
 
 

@@ -5,11 +5,12 @@ are, and choose checkpoints, learning rates and the end of a run. Training examp
 guarantee.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.core.mixins import HyperparametersMixin
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,7 +22,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from dp_lightning.errors import ConfigurationError
+from dp_lightning.errors import ConfigurationError, DataError
+from dp_lightning.privacy.person_ids import Group, groups_of
 from dp_lightning.privacy.records import length_of, shared_places
 from dp_lightning.torch_internals import tree_leaves
 
@@ -87,6 +89,22 @@ def _is_data(value: Any, num_elements: int) -> bool:
         return not isinstance(value, str) and len(value) >= num_elements
     except TypeError:  # the value has no length
         return False
+
+
+def warn_of_shared_persons(persons: Iterable[Group], loaders: Any) -> None:
+    """Warn if data sets of a validation, which tell the persons of their images, have persons of the training set."""
+    trained = set(persons)
+    for dataset in (getattr(loader, "dataset", None) for loader in tree_leaves(loaders)):
+        try:
+            shared = trained & set(groups_of(dataset) or ())
+        except DataError:  # its attribute ``groups`` means something else
+            continue
+        if shared:
+            rank_zero_warn(
+                f"{len(shared):,} persons of the training set are also in the validation images, such as "
+                f"{min(map(str, shared))!r}: numbers computed from these are outside the guarantee, and say less about "
+                "new persons. Split the data by persons."
+            )
 
 
 def require_held_out(trained: Any, loaders: Any) -> None:

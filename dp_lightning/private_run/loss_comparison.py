@@ -36,7 +36,8 @@ _CANCELS = (
     "training_step calls F.{0} with class weights and reduction='mean', which divides by the sum of the weights of all "
     "labels. A private step sees one example: if it has one label, its weight cancels, and the run trains as without "
     "weights. Write F.{0}(..., weight=weight, reduction='none').mean(), or take a classifier of this package and its "
-    "setting class_weights."
+    "setting class_weights. A gradient is clipped after it is weighted: give the rarest class the weight 1, and others "
+    "less."
 )
 
 

@@ -14,11 +14,12 @@ from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR
 
 from dp_lightning.errors import ConfigurationError
 
-# Each schedule is followed for so many times the run's steps, as long as that takes no more seconds. One that falls
-# without an end, as StepLR does, is lowest in the second half of any stretch, so a schedule has an end if it is lowest
-# in the first half.
-_BEYOND, _SECONDS = 40, 0.4
+# Each schedule is followed for so many times the run's steps, and so many steps at least, as long as that takes no more
+# seconds. One that falls without an end, as StepLR does, is lowest in the second half of any stretch, so a schedule has
+# an end if it is lowest in the first half.
+_BEYOND, _LEAST, _SECONDS = 40, 10_000, 0.4
 _FIX = "Make it as long as the run, whose steps configure_optimizers has in self.trainer.estimated_stepping_batches."
+_BY_EPOCH = ' Lightning calls it once an epoch; a schedule whose length is in steps needs "interval": "step".'
 
 
 def try_schedules(trainer: pl.Trainer, module: pl.LightningModule, steps: int) -> None:
@@ -43,8 +44,8 @@ def try_schedules(trainer: pl.Trainer, module: pl.LightningModule, steps: int) -
         if not count or config.reduce_on_plateau:
             continue
         rates = _rates(config.scheduler, count, kept=(module, trainer))
-        if not rates or issubclass(kind, CyclicLR | CosineAnnealingWarmRestarts):
-            continue
+        if not rates or taken or issubclass(kind, CyclicLR | CosineAnnealingWarmRestarts):
+            continue  # a run that resumes may have lost steps, and has been told at its start
         highest = max(rates)
         peak = next(k for k, rate in enumerate(rates) if rate >= 0.999 * highest)
         lowest = min(rates[peak:])
@@ -56,7 +57,7 @@ def try_schedules(trainer: pl.Trainer, module: pl.LightningModule, steps: int) -
             rank_zero_warn(
                 f"The schedule {kind.__name__} is not as long as the run, which calls its step {count:,} times. Its "
                 f"learning rate is {highest:.3g} after {peak:,} calls, {lowest:.3g} after {end:,}, and {last:.3g} at "
-                f"the end of the run. {_FIX}"
+                f"the end of the run. {_FIX}{_BY_EPOCH if config.interval == 'epoch' else ''}"
             )
 
 
@@ -78,9 +79,10 @@ def _rates(schedule: Any, count: int, kept: tuple[Any, ...]) -> list[float]:
         return rates
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer takes no step
-        for call in range(1, _BEYOND * count + 1):
+        for call in range(1, max(_BEYOND * count, _LEAST) + 1):
             rates.append(max(float(group["lr"]) for group in optimizer.param_groups))
-            if call > count and time.monotonic() > deadline:
+            vanishes = 0 < rates[-1] < 1e-100 * max(rates[0], rates[-2:][0])
+            if call > count and (vanishes or time.monotonic() > deadline):
                 break
             try:
                 tried.step()

@@ -109,8 +109,8 @@ def _of_the_processes(trainer: pl.Trainer) -> Iterator[Row]:
     )
     yield (
         distributed and type(strategy.launcher).__module__.endswith("multiprocessing"),
-        "trainer.strategy starts its processes by fork or spawn: what they spend would be lost with them. Leave "
-        "start_method out, and run a script rather than a notebook.",
+        "trainer.strategy starts its processes by fork or spawn: what they spend would be lost with them. Set "
+        "trainer.strategy: ddp, and run a script rather than a notebook.",
     )
     yield (
         writer not in (TorchCheckpointIO, PrivateCheckpointIO),

@@ -283,7 +283,7 @@ def test_an_exported_network_is_run_by_what_its_folder_says_alone(each_run, imag
 
 
 @pytest.mark.parametrize("probes", [False, True])
-def test_a_window_and_an_orientation_are_those_of_training_everywhere(tmp_path, seen, probes):
+def test_a_window_and_an_orientation_are_those_of_training_everywhere(tmp_path, seen, probes, capsys):
     noise, turned = np.random.default_rng(0), Image.Exif()
     turned[274] = 6
     for split in ("train", "val"):
@@ -308,6 +308,11 @@ def test_a_window_and_an_orientation_are_those_of_training_everywhere(tmp_path, 
         assert [float(other[f"p{k}"]) for k in range(3)] == pytest.approx(expected, abs=2e-3 if probes else 0)
     main(["export", "--ckpt-path", str(run[1]), "--out", str(tmp_path / "out"), "--format", "onnx"])
     require_what_is_predicted(tmp_path / "out", found, seen)
+    (tmp_path / "others").mkdir()
+    Image.fromarray(pixels - 800).save(tmp_path / "others" / "other_units.png")
+    capsys.readouterr()
+    predict(run, tmp_path / "black", "--data", "ImageFiles", "--data.root", str(tmp_path / "others"))
+    assert "All pixels are equal in 1 of 1 images" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["CIFAR10", "ImageFolder", "NpzImages"])

@@ -191,6 +191,13 @@ def test_a_network_without_statistics_is_frozen_with_a_warning(tmp_path):
         fit(tmp_path, Wild(), "freeze")
 
 
+def test_a_frozen_network_of_group_norms_is_named(tmp_path):
+    module = Wild(lambda: seen(small()))
+    batch_norms(module)["net.1"].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"privacy\.batch_norm is group, .* is lost"):
+        fit(tmp_path, module, "group")
+
+
 def test_a_wrong_value_is_named():
     with pytest.raises(
         ConfigurationError, match=r"privacy\.batch_norm is 'frozen'; choose 'refuse' or 'group' or 'freeze'"

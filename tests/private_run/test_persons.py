@@ -1,8 +1,10 @@
 """Runs of a plain Trainer whose unit of privacy is a person."""
 
+import warnings
+
 import pytest
 from plain_run import N, PhysicalBatches, Plain, examples, loader, privacy, trainer, written
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError
 
@@ -24,6 +26,11 @@ class Counted(Plain):
     def configure_optimizers(self):
         self.steps = self.trainer.estimated_stepping_batches
         return super().configure_optimizers()
+
+
+class Validated(Plain):
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.training_step(batch, batch_idx))
 
 
 @pytest.mark.parametrize("images_per_group", [3, None])
@@ -55,6 +62,15 @@ def test_a_resumed_run_keeps_its_persons(tmp_path):
     with pytest.raises(ConfigurationError, match=r"num_train 12, and it is 10 now"):
         resume(Subset(of_persons(), range(40)))
     assert resume(of_persons()).ledger.num_steps == 5
+
+
+@pytest.mark.parametrize(("name", "warns"), [("p", True), ("q", False), (None, False)])
+def test_persons_of_the_training_set_in_the_validation_are_named(tmp_path, name, warns):
+    others = examples(12, seed=3) if name is None else of_persons(12, seed=3, name=name)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(tmp_path, for_persons(), max_steps=1).fit(Validated(), loader(of_persons()), DataLoader(others))
+    assert any("6 persons of the training set are also" in str(each.message) for each in found) == warns
 
 
 def with_groups(groups):

@@ -60,7 +60,10 @@ TOO_SHORT = {
 }
 FAR = {
     "one cycle": one_cycle(16 * T),
+    "one cycle of another data set": one_cycle(1400),
+    "one cycle by epochs, with a length in steps": one_cycle(T, interval="epoch"),
     "cosine": of(schedules.CosineAnnealingLR, 16 * T),
+    "a long cosine": of(schedules.CosineAnnealingLR, 1000),
     "warm-up": of(schedules.LinearLR, 0.01, total_iters=5 * T),
     "warm-up and cosine": warm_then_cosine(6 * T),
     "linear to 0 too soon": factors(lambda step: max(0.0, 1 - step / 4)),
@@ -73,6 +76,7 @@ RIGHT = {
     "cosine, not to 0": of(schedules.CosineAnnealingLR, 8 * T, eta_min=0.48),
     "linear": factors(lambda step: 1 - step / T),
     "steps": of(schedules.StepLR, 2, gamma=0.7),
+    "exponential": of(schedules.ExponentialLR, 0.8),
     "cyclic": of(schedules.CyclicLR, 0.01, RATE, step_size_up=100),
     "warm restarts": of(schedules.CosineAnnealingWarmRestarts, 50),
     "warm-up and cosine": warm_then_cosine(T),
@@ -91,7 +95,9 @@ def test_one_that_is_too_short_is_an_error_before_anything_is_spent(name, tmp_pa
 
 @pytest.mark.parametrize("name", FAR)
 def test_one_that_ends_far_from_the_runs_end_is_named(name, tmp_path):
-    with pytest.warns(UserWarning, match=r"The schedule \w+ is not as long as the run, which calls its step \d times"):
+    by_epoch = '.*needs "interval": "step"' if "by epochs" in name else ""
+    said = rf"The schedule \w+ is not as long as the run, which calls its step \d times{by_epoch}"
+    with pytest.warns(UserWarning, match=said):
         trainer(tmp_path, privacy()).fit(FAR[name](), loader())
 
 

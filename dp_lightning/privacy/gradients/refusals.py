@@ -64,8 +64,8 @@ _BATCH_NORMS = "torch/nn/modules/batchnorm.py", "timm/layers/norm_act.py"
 _OF_VMAP = re.compile("vmap|functorch|[Bb]atching rule|BatchedTensor|randomness")
 _SHAPE = (
     "The shape of a result depends on the numbers of the example, as in x[mask]",
-    "Multiply by the mask: (x * mask).sum() / mask.sum() instead of x[mask].mean(), and x.masked_fill(mask, "
-    "value) or torch.where instead of an assignment",
+    "Multiply by the mask: (x * mask).sum() / mask.sum().clamp_min(1) instead of x[mask].mean(), and "
+    "x.masked_fill(mask, value) or torch.where instead of an assignment",
 )
 _UNEQUAL = "stack expects each tensor to be equal size"
 # A pattern of torch's message, the end of a file's name in the traceback, the reason, and what to do instead of taking
