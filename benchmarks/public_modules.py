@@ -1,264 +1,205 @@
 """Which public modules, losses, augmentations and detectors train privately as they are, compared with a loop.
 
-Each row is an expression, or a function below, and makes something tiny. It takes one private step without noise on
-four examples in float32, ``together`` and, where that refuses it, ``one_by_one``; the clipped sum is compared with a
-loop over single examples in float64. Install the packages whose rows shall run in an environment of their own::
+Each row makes something tiny. It takes one private step without noise on four examples, ``together`` and, where that
+is refused, ``one_by_one``; the clipped sum is compared with a loop over single examples, and that of a network also
+with Opacus' hooks. Install the packages whose rows shall run in an environment of their own::
 
-    python benchmarks/public_modules.py                     # prints a line of JSON for each row
-    python benchmarks/public_modules.py --only kornia monai
+    python benchmarks/public_modules.py --results rows.csv                      # runs what the file does not hold yet
+    python benchmarks/public_modules.py --results rows.csv --only kornia loss   # of some packages or kinds
+    python benchmarks/public_modules.py --results rows.csv --table              # prints how many have which result
 
-A row works if the sum differs by at most 1e-3 of its norm. What draws random numbers is run, and not compared.
-BatchNorm is replaced by GroupNorm.
+The rows are those of ``public_modules.yaml``. All of it is in float64, where rounding does not switch a ReLU, and a sum
+is right if it differs by at most 1e-4 of its norm (the step rounds the norms of some layers up, by some 1e-5). What
+takes float32 alone may differ by 1e-3. What draws random numbers runs, and is not compared. BatchNorm is replaced by
+GroupNorm (or frozen where no GroupNorm is like it), and dropout is off.
 """
 
 import copy
+import csv
 import importlib
-import json
+import re
+import signal
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from measuring import arguments
+import yaml
+from measuring import arguments, positive, table
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Batch = tuple[Tensor, ...]  # images (b, 3, side, side), labels (b,), masks (b, side, side)
+Loss = Callable[[nn.Module, Batch], Tensor]
 
-EXAMPLES, CLASSES, SIDE, TOLERANCE = 4, 3, 32, 1e-3
+EXAMPLES, CLASSES, FEATURES = 4, 3, 8
+SIDES = (32, 64, 96, 112, 224, 256, 299)  # of the images; a network gets the first at which it runs
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+HEAD = ("package", "kind", "module", "result", "difference", "opacus", "reason")
 
-# By kind: expressions with the path of a class, one a line. What a kind makes of its object is in `case_of`.
-ROWS = {
-    "network": """
-        torchgeo.models.FCN(3, 3, 8)
-        torchgeo.models.FarSeg('resnet18', classes=3, backbone_pretrained=False)
-        segmentation_models_pytorch.Unet('resnet18', encoder_weights=None, classes=3)
-        segmentation_models_pytorch.UnetPlusPlus('resnet18', encoder_weights=None, classes=3)
-        segmentation_models_pytorch.FPN('resnet18', encoder_weights=None, classes=3)
-        segmentation_models_pytorch.DeepLabV3Plus('resnet18', encoder_weights=None, classes=3)
-        segmentation_models_pytorch.PSPNet('resnet18', encoder_weights=None, classes=3)
-        segmentation_models_pytorch.Segformer('mit_b0', encoder_weights=None, classes=3)
-        monai.networks.nets.UNet(2, 3, 2, (4, 8, 16), (2, 2))
-        monai.networks.nets.BasicUNet(2, 3, 2, (4, 4, 8, 8, 8, 4))
-        monai.networks.nets.SegResNet(2, 8, 3, 2)
-        monai.networks.nets.AttentionUnet(2, 3, 2, (4, 8), (2,))
-        monai.networks.nets.ViT(3, 32, 8, 16, 16, 1, 2, spatial_dims=2)
-        monai.networks.nets.UNETR(3, 2, 32, 8, 24, 32, 4, spatial_dims=2)
-        monai.networks.nets.DenseNet(2, 3, 3, 8, 4, (1, 1))
-        torch_uncertainty.layers.PackedConv2d(3, 8, 3, alpha=2, num_estimators=2, first=True)
-        torch_uncertainty.layers.bayesian.BayesConv2d(3, 4, 3)
-        torch_uncertainty.layers.BatchConv2d(3, 8, 3, num_estimators=1)
-        anomalib.models.image.draem.torch_model.DiscriminativeSubNetwork(3, 2, base_width=4)
-        timm.create_model('resnet10t', num_classes=3)
-        timm.create_model('vit_tiny_patch16_224', img_size=32, embed_dim=24, depth=1, num_heads=2, num_classes=3)
-        timm.create_model('convnext_atto', num_classes=3)
-        timm.create_model('mobilenetv3_small_050', num_classes=3)
-    """,
-    "augmentation": """
-        kornia.augmentation.Normalize(torch.zeros(3), torch.ones(3))
-        kornia.augmentation.RandomHorizontalFlip()
-        kornia.augmentation.RandomHorizontalFlip(p=1.0)
-        kornia.augmentation.RandomAffine(10.0)
-        kornia.augmentation.RandomCrop((24, 24))
-        kornia.augmentation.RandomResizedCrop((24, 24))
-        kornia.augmentation.ColorJitter(0.1, 0.1, 0.1, 0.1)
-        kornia.augmentation.RandomErasing()
-        kornia.augmentation.RandomGaussianBlur((3, 3), (0.1, 2.0))
-        kornia.augmentation.RandomPerspective()
-        kornia.augmentation.RandomElasticTransform()
-        kornia.augmentation.RandomGrayscale(p=0.5)
-        kornia.augmentation.auto.RandAugment(2, 5)
-        torchgeo.transforms.AppendNDVI(0, 1)
-        torchvision.transforms.v2.RandomHorizontalFlip(0.5)
-        torchvision.transforms.v2.GaussianBlur(3)
-        torchvision.transforms.v2.TrivialAugmentWide()
-    """,
-    "loss of classes": """
-        kornia.losses.FocalLoss(0.5, reduction='mean')
-        timm.loss.LabelSmoothingCrossEntropy()
-        timm.loss.BinaryCrossEntropy()
-        torch_uncertainty.losses.FocalLoss(2.0)
-        torch_uncertainty.losses.ConfidencePenaltyLoss()
-        torch.nn.MultiMarginLoss()
-    """,
-    "loss of labels": """
-        monai.losses.FocalLoss()
-        timm.loss.AsymmetricLossMultiLabel()
-        timm.loss.SoftTargetCrossEntropy()
-        torch.nn.BCEWithLogitsLoss()
-    """,
-    "loss of masks": """
-        kornia.losses.DiceLoss()
-        kornia.losses.TverskyLoss(0.5, 0.5)
-        kornia.losses.LovaszSoftmaxLoss()
-        segmentation_models_pytorch.losses.DiceLoss('multiclass')
-        segmentation_models_pytorch.losses.JaccardLoss('multiclass')
-        segmentation_models_pytorch.losses.FocalLoss('multiclass')
-        segmentation_models_pytorch.losses.LovaszLoss('multiclass')
-        segmentation_models_pytorch.losses.TverskyLoss('multiclass')
-    """,
-    "loss of channels": """
-        monai.losses.DiceLoss(to_onehot_y=True, softmax=True)
-        monai.losses.DiceCELoss(to_onehot_y=True, softmax=True)
-        monai.losses.GeneralizedDiceLoss(to_onehot_y=True, softmax=True)
-        monai.losses.TverskyLoss(to_onehot_y=True, softmax=True)
-        monai.losses.HausdorffDTLoss(to_onehot_y=True, softmax=True)
-    """,
-    "loss of images": """
-        kornia.losses.SSIMLoss(5)
-        kornia.losses.PSNRLoss(1.0)
-        kornia.losses.CharbonnierLoss(reduction='mean')
-        monai.losses.SSIMLoss(2)
-        monai.losses.LocalNormalizedCrossCorrelationLoss(2)
-        monai.losses.GlobalMutualInformationLoss()
-        torch.nn.SmoothL1Loss()
-    """,
-    "loss of embeddings": """
-        pytorch_metric_learning.losses.ArcFaceLoss(3, 8)
-        pytorch_metric_learning.losses.CosFaceLoss(3, 8)
-        pytorch_metric_learning.losses.SubCenterArcFaceLoss(num_classes=3, embedding_size=8)
-        pytorch_metric_learning.losses.NormalizedSoftmaxLoss(3, 8)
-        pytorch_metric_learning.losses.ProxyNCALoss(3, 8)
-        pytorch_metric_learning.losses.ProxyAnchorLoss(3, 8)
-        pytorch_metric_learning.losses.SoftTripleLoss(3, 8)
-        pytorch_metric_learning.losses.TripletMarginLoss()
-        pytorch_metric_learning.losses.NTXentLoss()
-        pytorch_metric_learning.losses.MultiSimilarityLoss()
-    """,
-    "loss of two views": """
-        lightly.loss.NegativeCosineSimilarity()
-        lightly.loss.NTXentLoss()
-        lightly.loss.BarlowTwinsLoss()
-        lightly.loss.VICRegLoss()
-        lightly.loss.TiCoLoss()
-    """,
-    "detector": """
-        torchvision.models.detection.ssdlite320_mobilenet_v3_large(weights_backbone=None, num_classes=3)
-    """,
-    "transformer": """
-        ViTForImageClassification(image_size=32, patch_size=8)
-        Dinov2ForImageClassification(image_size=32, patch_size=8)
-        BeitForImageClassification(image_size=32, patch_size=8)
-        ResNetForImageClassification(embedding_size=8, depths=[1, 1], hidden_sizes=[8, 16], layer_type='basic')
-    """,
-    "adapter": """
-        peft.LoraConfig(r=2, target_modules=['q_proj', 'v_proj'])
-        peft.LoraConfig(r=2, target_modules=['q_proj'], use_dora=True)
-        peft.LoraConfig(r=2, target_modules=['q_proj'], use_rslora=True, modules_to_save=['classifier'])
-        peft.AdaLoraConfig(init_r=3, target_r=2, total_step=10, target_modules=['q_proj'])
-        peft.IA3Config(target_modules=['q_proj', 'fc1'], feedforward_modules=['fc1'])
-        peft.LoHaConfig(r=2, target_modules=['q_proj'])
-        peft.LoKrConfig(r=2, target_modules=['q_proj'])
-        peft.VeraConfig(r=2, target_modules=['q_proj'])
-        peft.OFTConfig(r=2, oft_block_size=0, target_modules=['q_proj'])
-        peft.BOFTConfig(boft_block_size=4, target_modules=['q_proj'])
-    """,
+# The sizes of a transformer whose row gives none.
+_VIT = {"patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+_WITHOUT_WEIGHTS = {"weights": None, "weights_backbone": None, "num_classes": CLASSES}
+
+# How a kind is called: by the loss or augmentation, a convolutional network with FEATURES outputs for each pixel, and
+# a batch of one example.
+LOSSES: dict[str, Callable[[Any, Callable[[Tensor], Tensor], Batch], Tensor]] = {
+    "augmentation": lambda part, net, batch: F.cross_entropy(mean(net(part(batch[0])[:, :3])), batch[1]),
+    "loss of classes": lambda part, net, batch: part(mean(net(batch[0])), batch[1]),
+    "loss of labels": lambda part, net, batch: part(mean(net(batch[0])), F.one_hot(batch[1], FEATURES).to(batch[0])),
+    "loss of masks": lambda part, net, batch: part(net(batch[0]), batch[2]),
+    "loss of channels": lambda part, net, batch: part(net(batch[0]), batch[2].unsqueeze(1)),
+    "loss of images": lambda part, net, batch: part(net(batch[0])[:, :3], batch[0]),
+    "loss of embeddings": lambda part, net, batch: part(mean(net(batch[0])), batch[1]),
+    "loss of two views": lambda part, net, batch: part(mean(net(batch[0])), mean(net(batch[0].square()))),
 }
-_TRANSFORMER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """Kind and expression of each row."""
-    for kind, lines in ROWS.items():
-        yield from ((kind, line.strip()) for line in lines.strip().splitlines())
+    """Kind and expression of each row of ``public_modules.yaml``."""
+    listed = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+    families = listed.pop("families")
+    for kind, expressions in listed.items():
+        yield from ((kind, expression) for expression in expressions)
+    for path, names in families.items():
+        yield from (("network", f"{path}({name!r}, num_classes={CLASSES})") for name in names.split())
 
 
-def package_of(kind: str, expression: str) -> str:
-    return "transformers" if kind == "transformer" else expression.partition(".")[0]
-
-
-def made(expression: str) -> Any:
-    """The object of an expression, which begins with the path of a class or function."""
+def made(expression: str, **more: Any) -> Any:
+    """The object of an expression; ``more`` are arguments that it may not name."""
     path, _, given = expression.partition("(")
     module, _, name = path.rpartition(".")
-    return eval(f"make({given}", {"make": getattr(importlib.import_module(module), name), "torch": torch})
+    make = getattr(importlib.import_module(module), name)
+    args, kwargs = eval(f"(lambda *args, **kwargs: (args, kwargs))({given}", {"torch": torch})
+    if module == "transformers":
+        return make(make.config_class(image_size=SIDES[0], num_labels=CLASSES, **(kwargs or _VIT)))
+    if module in ("torchvision.models.detection", "torchvision.models.segmentation"):
+        more = {**more, **_WITHOUT_WEIGHTS}
+    return make(*args, **more, **kwargs)
 
 
-def tiny_transformer(expression: str) -> nn.Module:
-    """A model of transformers, by its class and what differs from a small configuration."""
-    import transformers
-
-    name, _, given = expression.partition("(")
-    kind = getattr(transformers, name)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    return kind(kind.config_class(**{**sizes, "num_labels": CLASSES, **eval(f"dict({given}")}))
+def mean(maps: Tensor) -> Tensor:
+    """One number for each channel of maps (b, channels, height, width)."""
+    return maps.mean((2, 3))
 
 
 def output_loss(output: Any) -> Tensor:
-    """A number that depends on every entry of the output, a tree of tensors (1, ...)."""
+    """The mean over examples of a number that depends on every entry of the output, a tree of tensors (b, ...)."""
     found = [x for x in tree_leaves(dict(output) if isinstance(output, dict) else output) if x.is_floating_point()]
-    return sum((x.tanh() * torch.arange(x.numel()).sin().view(x.shape).to(x)).mean() for x in found)
+    return sum((x.tanh() * torch.arange(x[0].numel()).sin().view(x.shape[1:])).mean() for x in found)
 
 
-def own_loss(model: nn.Module, batch: Any) -> Tensor:
+def transformer_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The model's own loss, if it takes labels."""
+    if type(model).__name__.endswith("VisionModel"):
+        return output_loss(model(pixel_values=batch[0]).last_hidden_state)
     return model(pixel_values=batch[0], labels=batch[1]).loss
 
 
-def detection_loss(model: nn.Module, batch: Any) -> Tensor:
-    box = torch.tensor([[4.0, 6.0, 20.0, 24.0]]).to(batch[0])
-    return sum(model[0](list(batch[0]), [{"boxes": box, "labels": batch[1]}]).values())
+def detection_loss(model: nn.Module, batch: Batch) -> Tensor:
+    box = torch.tensor([[4.0, 6.0, 20.0, 24.0]])
+    return sum(model(list(batch[0]), [{"boxes": box, "labels": batch[1]}]).values())
 
 
-# How a kind of loss is called, by the loss, the outputs of a small network, and a batch of one example. The network
-# has one output for each class, or as many as OUTPUTS says.
-LOSSES: dict[str, Callable[[Any, Callable[[Tensor], Tensor], Any], Tensor]] = {
-    "augmentation": lambda part, net, batch: F.cross_entropy(net(part(batch[0])[:, :3]).mean((2, 3)), batch[1]),
-    "loss of classes": lambda part, net, batch: part(net(batch[0]).mean((2, 3)), batch[1]),
-    "loss of labels": lambda part, net, batch: part(
-        net(batch[0]).mean((2, 3)), F.one_hot(batch[1], CLASSES).to(batch[0])
-    ),
-    "loss of masks": lambda part, net, batch: part(net(batch[0]), batch[2]),
-    "loss of channels": lambda part, net, batch: part(net(batch[0]), batch[2].unsqueeze(1)),
-    "loss of images": lambda part, net, batch: part(net(batch[0]), batch[0]),
-    "loss of embeddings": lambda part, net, batch: part(net(batch[0]).mean((2, 3)), batch[1]),
-    "loss of two views": lambda part, net, batch: part(net(batch[0]).mean((2, 3)), net(batch[0].square()).mean((2, 3))),
-}
-OUTPUTS = {"loss of embeddings": 8, "loss of two views": 8}
+def prepared(model: nn.Module) -> nn.Module:
+    """In training mode, without BatchNorm and dropout; no weight is zero."""
+    from dp_lightning.errors import ModelError
+    from dp_lightning.models.batch_norm import batch_norm_to_group_norm, freeze_batch_norm
+
+    model.train()
+    try:
+        batch_norm_to_group_norm(model)
+    except ModelError:
+        freeze_batch_norm(model)
+    for module in model.modules():
+        for option, value in vars(module).items():
+            if isinstance(value, float) and (option == "p" or "drop" in option):
+                setattr(module, option, 0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    return model.to(torch.get_default_dtype())
 
 
-def case_of(kind: str, expression: str) -> tuple[nn.Module, Loss]:
-    """A module, and the loss of a batch ``(images, labels, masks)`` of one example."""
-    if kind == "transformer":
-        return tiny_transformer(expression), own_loss
+def network_of(expression: str) -> tuple[nn.Module, int]:
+    """A network, and the side of the smallest images that it takes."""
+    for side, named in product(SIDES, (True, False)):
+        try:
+            model = prepared(made(expression, **({"img_size": side} if named else {})))
+            with torch.no_grad():
+                model(torch.rand(1, 3, side, side))
+            return model, side
+        except Exception as error:  # the next size, or the next way to set it
+            last = error
+    raise last
+
+
+def case_of(kind: str, expression: str) -> tuple[nn.Module, Loss, int]:
+    """A module, the loss of a batch, and the side of its images."""
+    if kind == "network":
+        model, side = network_of(expression)
+        return model, lambda model, batch: output_loss(model(batch[0])), side
     part = made(expression)
+    if kind == "detector":
+        return prepared(part), detection_loss, SIDES[0]
+    if kind == "transformer":
+        return prepared(part), transformer_loss, SIDES[0]
     if kind == "adapter":
         import peft
 
-        return peft.get_peft_model(
-            tiny_transformer("ViTForImageClassification(image_size=32, patch_size=8)"), part
-        ), own_loss
-    if kind == "network":
-        return nn.ModuleList([part]), lambda model, batch: output_loss(model[0](batch[0]))
-    if kind == "detector":
-        return nn.ModuleList([part]), detection_loss
-    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, OUTPUTS.get(kind, CLASSES), 1))
-    owner = nn.ModuleList([net, part] if isinstance(part, nn.Module) else [net])
-    return owner, lambda model, batch: LOSSES[kind](model[1] if len(model) == 2 else part, model[0], batch)
+        vit = made("transformers.ViTForImageClassification()")
+        return prepared(peft.get_peft_model(vit, part)), transformer_loss, SIDES[0]
+    net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, FEATURES, 1))
+    parts = nn.ModuleList([net, part] if isinstance(part, nn.Module) else [net])
+    return parts, lambda parts, batch: LOSSES[kind]([*parts, part][1], parts[0], batch), SIDES[0]
 
 
-def clipped_by_loop(model: nn.Module, loss: Loss, batch: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """The clipped sum by ordinary autograd, with C = 1."""
-    model = copy.deepcopy(model).to(dtype)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    batch = tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
-    total = torch.zeros(sum(p.numel() for p in trained), dtype=torch.float64)
-    for i in range(EXAMPLES):
-        value = loss(model, [x[i : i + 1] for x in batch])
-        found = torch.autograd.grad(value, trained, allow_unused=True)
-        flat = torch.cat(
-            [(torch.zeros_like(p) if g is None else g).flatten() for p, g in zip(trained, found, strict=True)]
-        )
-        total += flat / max(1.0, float(flat.norm()))
+def examples_of(batch: Batch) -> Iterator[Batch]:
+    """Batches of one example each."""
+    return zip(*(x.split(1) for x in batch), strict=True)
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference of two sums, over that of the second."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def clipped(gradients: Tensor) -> Tensor:
+    """The sum of the rows of ``gradients`` (b, parameters), each clipped to a norm of one."""
+    return (gradients / gradients.norm(dim=1, keepdim=True).clamp(min=1.0)).sum(0).double()
+
+
+def by_loop(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
+    """The clipped sum by ordinary autograd."""
+    model = copy.deepcopy(model)
+    trained, total = [p for p in model.parameters() if p.requires_grad], torch.zeros(())
+    for example in examples_of(batch):
+        found = torch.autograd.grad(loss(model, example), trained, allow_unused=True, materialize_grads=True)
+        total = total + clipped(torch.cat([gradient.flatten() for gradient in found]).unsqueeze(0))
     return total
 
 
-def clipped_by_step(model: nn.Module, loss: Loss, batch: tuple[Tensor, ...], examples: str) -> Tensor:
+def by_opacus(model: nn.Module, loss: Loss, batch: Batch) -> Tensor:
+    """The same sum by Opacus' hooks."""
+    from opacus.grad_sample import GradSampleModule
+
+    wrapped = GradSampleModule(model)
+    loss(wrapped, batch).backward()
+    found = [(p, p.grad_sample) for p in wrapped.parameters() if p.requires_grad]
+    return clipped(torch.cat([(p.new_zeros(EXAMPLES, p.numel()) if g is None else g.flatten(1)) for p, g in found], 1))
+
+
+def by_step(model: nn.Module, loss: Loss, batch: Batch, examples: str) -> Tensor:
     """The same sum by a private step without noise, which draws every example."""
     from dp_lightning.privacy import ClipPlan, PrivateStep
     from dp_lightning.privacy.plan import PrivacyPlan
@@ -273,68 +214,109 @@ def clipped_by_step(model: nn.Module, loss: Loss, batch: tuple[Tensor, ...], exa
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.requires_grad]) * EXAMPLES
 
 
-def short(error: BaseException) -> str:
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:300]}".replace("|", "/")
+def reason_of(error: BaseException) -> str:
+    """The first sentence of an error, without the place."""
+    said = re.split(r"\): (?=[A-Z])", " ".join(str(error).split()) or type(error).__name__)[-1]
+    return re.split(r"\. | \(The step sees", said)[0][:200]
 
 
-def judged(kind: str, expression: str) -> tuple[str, str]:
-    """What happens under ``together`` and, where that refuses it, ``one_by_one``; then the difference from the loop."""
-    from dp_lightning.models.batch_norm import batch_norm_to_group_norm
+def reference(model: nn.Module, loss: Loss, batch: Batch) -> Tensor | str:
+    """The sum by a loop, or why there is none: two runs of the loss differ, or one fails."""
+    try:
+        with torch.no_grad():
+            first, second = ([loss(model, example) for example in examples_of(batch)] for _ in range(2))
+        return by_loop(model, loss, batch) if first == second else "random"
+    except Exception:
+        return "the loop fails"
 
-    torch.manual_seed(0)
-    model, loss = case_of(kind, expression)
-    batch_norm_to_group_norm(model.train())
-    for module in model.modules():
-        for option, value in vars(module).items():
-            if isinstance(value, float) and (option == "p" or "drop" in option) and kind != "augmentation":
-                setattr(module, option, 0.0)
-    labels = torch.arange(EXAMPLES) % CLASSES
-    batch = torch.rand(EXAMPLES, 3, SIDE, SIDE), labels, torch.randint(CLASSES, (EXAMPLES, SIDE, SIDE))
-    expected, told = reference(model, loss, batch), []
+
+def judged(kind: str, expression: str) -> tuple[str, str, str, str]:
+    """Result, difference from the loop, what Opacus does, and why the row does not run ``together``."""
+    for dtype in TOLERANCE:
+        torch.set_default_dtype(dtype)
+        torch.manual_seed(0)
+        model, loss, side = case_of(kind, expression)
+        labels, masks = 1 + torch.arange(EXAMPLES) % (CLASSES - 1), torch.randint(CLASSES, (EXAMPLES, side, side))
+        batch = torch.rand(EXAMPLES, 3, side, side), labels, masks
+        expected = reference(model, loss, batch)
+        if isinstance(expected, Tensor):
+            break
+    result, told, opacus, reason = "refused", "", "", ""
     for examples in ("together", "one_by_one"):
         try:
-            found = clipped_by_step(copy.deepcopy(model), loss, batch, examples)
+            found = by_step(copy.deepcopy(model), loss, batch, examples)
         except Exception as error:
-            told.append(f"refused: {short(error)}")
+            reason = reason_of(error)
             continue
         if isinstance(expected, str):
-            told.append(f"works; {expected}")
-        elif not expected.any():
-            told.append("works; nothing to learn, as in the loop" if not found.any() else "WRONG")
+            result, told = examples.replace("_", " "), expected
+        elif not expected.any() and not found.any():
+            reason = "Nothing to learn: the gradient of every example is zero, as in the loop"
         else:
-            error = float((found - expected).norm() / expected.norm())
-            told.append(f"{'works' if error <= TOLERANCE else 'WRONG'}, {error:.0e}")
+            right, told = difference(found, expected) <= TOLERANCE[dtype], f"{difference(found, expected):.0e}"
+            result = examples.replace("_", " ") if right else "WRONG"
         break
-    return told[0], told[-1] if told[1:] else ""
-
-
-def reference(model: nn.Module, loss: Loss, batch: tuple[Tensor, ...]) -> Tensor | str:
-    """The sum by a loop, in float32 where the code takes nothing else; or why there is none to compare with."""
-    for dtype in (torch.float64, torch.float32):
+    if isinstance(expected, Tensor) and kind in ("network", "transformer", "adapter"):
         try:
-            first, second = (clipped_by_loop(model, loss, batch, dtype) for _ in range(2))
-        except Exception as error:
-            why = short(error)
-            continue
-        return first if torch.equal(first, second) else "random"
-    return f"the loop fails: {why}"
+            opacus = "right" if difference(by_opacus(model, loss, batch), expected) <= TOLERANCE[dtype] else "wrong"
+        except Exception:
+            opacus = "refuses"
+    return result, told, opacus, reason
+
+
+def summary(found: list[dict[str, str]]) -> list[tuple[str, str]]:
+    """Each result, and how many rows of each package have it, as docs/own_module.md shows them."""
+    counts: dict[str, Counter[str]] = {result: Counter() for result in ("together", "one by one", "refused")}
+    for row in found:
+        counts[row["result"]][row["package"].partition(" ")[0]] += 1
+    return [
+        (f"{result} ({count.total()})", ", ".join(f"{package} {number}" for package, number in sorted(count.items())))
+        for result, count in counts.items()
+    ]
+
+
+class TooSlow(BaseException):
+    """A row takes longer than it may; no ``except Exception`` of the row's own code catches it."""
+
+
+def too_slow(*_: Any) -> None:
+    raise TooSlow
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="packages, kinds, or parts of an expression")
+    parser.add_argument("--results", type=Path, default=Path("public_modules.csv"))
+    parser.add_argument("--only", nargs="+", default=[""], help="packages, kinds, or parts of an expression")
+    parser.add_argument("--seconds", type=positive, default=300, help="for one row (default 300)")
+    parser.add_argument("--table", action="store_true", help="print how many rows have which result")
     options = parser.parse_args()
+    found = list(csv.DictReader(options.results.open(newline=""))) if options.results.exists() else []
+    if options.table:
+        print(table(["result", "rows"], summary(found)))
+        return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for kind, expression in rows():
-        name = f"{kind}: {expression}"
-        if options.only and not any(each in name for each in options.only):
-            continue
-        try:
-            print(json.dumps([kind, expression, *judged(kind, expression)]), flush=True)
-        except Exception as error:
-            print(json.dumps([kind, expression, "not built", short(error)]), flush=True)
+    signal.signal(signal.SIGALRM, too_slow)
+    done = {row["module"] for row in found}
+    with options.results.open("a", newline="") as file:
+        lines = csv.writer(file, lineterminator="\n")
+        if not found:
+            lines.writerow(HEAD)
+        for kind, expression in rows():
+            if expression in done or not any(each in f"{kind}: {expression}" for each in options.only):
+                continue
+            package = expression.partition(".")[0]
+            signal.alarm(options.seconds)
+            try:
+                verdict = judged(kind, expression)
+                package = f"{package} {version(package).partition('+')[0]}"
+            except TooSlow:
+                verdict = ("not run", "", "", f"takes more than {options.seconds} s")
+            except Exception as error:
+                verdict = ("not run", "", "", reason_of(error))
+            signal.alarm(0)
+            lines.writerow([package, kind, expression, *verdict])
+            file.flush()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmarks: their arithmetic, and a small run of each."""
 
+import csv
 import functools
 import json
 import math
@@ -14,7 +15,7 @@ import torch
 import torchvision
 import yaml
 from clipped_sums import clipped_gradient_sum
-from pages import ROOT
+from pages import ROOT, read, tables
 from torch.nn import functional as F
 
 from dp_lightning.cli import main
@@ -284,6 +285,52 @@ def test_every_row_of_a_comparison_is_a_configuration(name, comparisons, images,
 def _in_this_process(command):
     main(command[2:])
     return subprocess.CompletedProcess(command, 0)
+
+
+# Public modules
+
+
+@pytest.fixture
+def public_modules():
+    import public_modules
+
+    yield public_modules
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expression", "result", "told", "opacus"),
+    [
+        ("loss of classes", "torch.nn.MultiMarginLoss()", "together", "e-0", ""),
+        ("augmentation", "torch.nn.Dropout(0.5)", "together", "random", ""),
+        ("augmentation", "torchvision.transforms.v2.GaussianBlur(3)", "one by one", "random", ""),
+        ("network", "timm.create_model('test_convnext', num_classes=3)", "together", "e-0", "wrong"),
+        ("adapter", "peft.LoraConfig(r=2, target_modules=['q_proj'])", "together", "e-0", "right"),
+        ("loss of classes", "torch.nn.MultiMarginLoss(margin=-9.0)", "refused", "", ""),  # is zero
+        ("loss of classes", "torch.nn.BCELoss()", "refused", "", ""),  # which takes other labels
+    ],
+)
+def test_a_public_module_is_compared_with_a_loop_and_with_opacus(
+    public_modules, kind, expression, result, told, opacus
+):
+    found, difference, by_opacus, reason = public_modules.judged(kind, expression)
+    assert (found, by_opacus) == (result, opacus)
+    assert told in difference
+    assert bool(reason) == (result != "together")
+
+
+def test_a_wrong_sum_is_noticed(public_modules, monkeypatch):
+    by_step = public_modules.by_step
+    monkeypatch.setattr(public_modules, "by_step", lambda *given: 1.001 * by_step(*given))
+    assert public_modules.judged("loss of classes", "torch.nn.MultiMarginLoss()")[0] == "WRONG"
+
+
+def test_the_evidence_has_every_row_of_public_modules(public_modules):
+    with (ROOT / "docs" / "evidence" / "public_modules.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert sorted((row["kind"], row["module"]) for row in found) == sorted(public_modules.rows())
+    shown = {row[0].text: row[1].text for each in tables(read("docs/own_module.md")) for row in each.rows}
+    assert shown.items() >= dict(public_modules.summary(found)).items()
 
 
 # The others
