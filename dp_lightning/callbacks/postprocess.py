@@ -45,7 +45,7 @@ class PostProcessCallback(Callback):
         if own and any(transform.has_momentum for transform in self.chain.transforms):
             rank_zero_warn(
                 f"The optimizer has momentum {own[0]:g}, and so have the transforms of PostProcessCallback: gradients "
-                "are averaged twice. Set momentum of the optimizer to 0."
+                "are averaged twice. Set momentum of the optimizer to 0, and cycle_momentum=False in OneCycleLR."
             )
         shapes = {name: p.shape for name, p in pl_module.named_parameters() if p.requires_grad}
         self.chain.check(shapes, noise=self._noise())

@@ -114,8 +114,8 @@ def _by_class(page: Document, result: Mapping[str, Any]) -> None:
     page.say(f"From the last evaluation of the test images. {_OUTSIDE} A dash: these images do not define the number.")
     page.table([list(result["test_by_class"][0]), *([_shown(value) for value in row] for row in rows)])
     page.say(
-        f"Means over classes: AUROC {_shown(result['test_auroc'])}, average precision "
-        f"{_shown(result['test_average_precision'])}. Expected calibration error, the mean distance between the "
+        f"Means over classes: AUROC {_shown(result.get('test_auroc'))}, average precision "
+        f"{_shown(result.get('test_average_precision'))}. Expected calibration error, the mean distance between the "
         f"probability of an answer and the share of such answers that are right: "
         f"{_shown(result['test_calibration_error'])}."
     )

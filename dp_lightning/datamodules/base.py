@@ -11,6 +11,7 @@ import lightning
 import numpy as np
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
@@ -218,11 +219,19 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         return self._loader(self.train_dataset, shuffle=True)
 
     def val_dataloader(self) -> dict[str, DataLoader] | list[DataLoader]:
-        """Loaders by name, ``val`` and ``test``, of the splits that exist; an empty list if there are none."""
+        """Loaders by name, ``val`` and ``test``, of the splits that exist; an empty list if there are none.
+
+        A module whose ``validation_step`` takes no ``dataloader_idx`` gets one of them, ``val`` if it exists.
+        """
         val_dataset = self.val_dataset
         loaders = {} if val_dataset is None else {"val": self._loader(val_dataset)}
-        if "test" in self.own_splits:
+        module = None if self.trainer is None else self.trainer.lightning_module
+        step = getattr(module, "validation_step", None)
+        takes_two = step is None or is_param_in_hook_signature(step, "dataloader_idx", min_args=3)
+        if "test" in self.own_splits and (takes_two or not loaders):
             loaders["test"] = self._loader(self.test_dataset)
+            if not takes_two:
+                rank_zero_warn("There are no validation images: validation_step gets those of the test set.")
         return loaders or []
 
     def test_dataloader(self) -> DataLoader:

@@ -64,19 +64,27 @@ def windowed(values: np.ndarray, window: Window | None, *, inverted: bool = Fals
     else:
         raise ConfigurationError(
             f"it has more than 8 bits, with values from {values.min():,g} to {values.max():,g}, and does not say which "
-            "of them are black and white. Set window: [black, white] of the data, by what is known of such images: "
-            "[0, 4095] for 12 bits, or a range of Hounsfield units. `dpl init` shows the range of all training images"
+            "of them are black and white. Set window: [black, white] of the data, by what is known of such images, as "
+            "[-160, 240] Hounsfield units for soft tissue. `dpl init` shows the range of all training images"
         )
     return 255 - scaled if inverted else scaled
 
 
 def warn_of_few_levels(window: Window, low: int, high: int, where: str) -> None:
-    """Warn if images have few levels of grey in their window, from ``low`` to ``high`` of 0 to 255."""
+    """Warn if images have few levels of grey in their window, from ``low`` to ``high`` of 0 to 255.
+
+    Raises:
+        DataError: They have one level.
+    """
+    said = (
+        f"With window {list(window)}, all pixels of {where} are between {low} and {high}, of 0 to 255, and little can "
+        "be told apart. Set a window around the values that matter, in the units of the files; `dpl init` prints their "
+        "range."
+    )
+    if low == high:
+        raise DataError(said)
     if high - low < _FEW_LEVELS:
-        rank_zero_warn(
-            f"With window {list(window)}, all pixels of {where} are between {low} and {high}, of 0 to 255, and little "
-            "can be told apart. Set a window around the values that matter; `dpl init` prints their range."
-        )
+        rank_zero_warn(said)
 
 
 def read_pixels(path: str) -> tuple[np.ndarray, bool]:

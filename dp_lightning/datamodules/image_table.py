@@ -105,13 +105,17 @@ class ImageTable(ImageFolder):
                 if split is None:
                     raise DataError(f"{row.where}: {splits[0]} is {row.cells[splits[0]]!r}, not train, val or test.")
                 found.setdefault(split, []).append((file, self._labels_in(row)))
+        splits_of: dict[str, Split] = {}
+        for split, file in ((split, file) for split, rows in found.items() for file, _ in rows):
+            if splits_of.setdefault(file, split) != split:
+                raise DataError(f"{file} is among the {splits_of[file]} and the {split} images. Leave one of its rows.")
         if "train" not in found:
             seen = f"The first image is {min(images)}." if images else what_is_in(self.root)
             raise DataError(
                 f"The training set is empty: {self.label_file} names none of its images in column {self.image_column}. "
                 f"{seen} Set {self.settings}.image_column, or write the names or paths of the images there."
             )
-        if without_row := set(images) - {file for rows in found.values() for file, _ in rows}:
+        if without_row := set(images) - set(splits_of):
             rank_zero_warn(
                 f"{len(without_row):,} of {len(images):,} images are not read, since they have no row in the table: "
                 f"{min(without_row)} and so on."

@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from dp_lightning.errors import ModelError
 from dp_lightning.lightning_internals import set_value_of_step
+from dp_lightning.private_run.unprotected import POST_PROCESSING
 from dp_lightning.processors import sent
 from dp_lightning.torch_internals import detached, level, tree_map_only
 
@@ -119,6 +120,8 @@ class StepLogging:
 
     def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
+        if name in POST_PROCESSING:
+            raise ModelError(f"training_step logs '{name}', a name that is reserved for a number that is not raw.")
         if isinstance(value, Metric):
             self._at_end[name] = lambda: self._module.log(name, value, **options)
         elif isinstance(value, Result):

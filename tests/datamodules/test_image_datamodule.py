@@ -5,6 +5,7 @@ import collections
 import numpy as np
 import pytest
 import torch
+from plain_run import Plain, trainer
 from sklearn.datasets import load_digits
 
 from dp_lightning.datamodules import Digits, NpzImages
@@ -42,6 +43,18 @@ def test_validation_split_is_disjoint_complete_and_repeatable():
     assert data.num_train == len(data.train_dataset) == 1437 - 287
     assert len(data.val_dataset) == 287
     assert (list(data.val_dataloader()), list(Digits().val_dataloader())) == (["val", "test"], ["test"])
+
+
+@pytest.mark.parametrize(("val_fraction", "seen"), [(0.2, 287), (0.0, 360)])
+def test_a_module_whose_validation_step_knows_one_loader_gets_one(tmp_path, val_fraction, seen):
+    class OneLoader(Plain):
+        def validation_step(self, batch, batch_idx):
+            seen_of.append(len(batch[1]))
+
+    seen_of: list[int] = []
+    run = trainer(tmp_path, num_sanity_val_steps=0)
+    run.validate(OneLoader(), datamodule=Digits(val_fraction=val_fraction))
+    assert sum(seen_of) == seen
 
 
 def test_worker_processes_give_the_same_images():

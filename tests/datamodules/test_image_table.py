@@ -182,3 +182,9 @@ def test_images_without_a_row_rows_without_an_image_and_files_that_are_no_images
     assert f"2 of 7 images that {tmp_path / 'train.csv'} names are not there: 98.png" in text
     assert "1 of 6 images are not read, since they have no row in the table" in text
     assert "not read as images: 1 x no extension" in text
+
+
+def test_an_image_in_two_splits_is_refused(tmp_path):
+    write(tmp_path, train=rows(*ALL), test=rows("0.png,cat"))
+    with pytest.raises(DataError, match=r"0\.png is among the train and the test images"):
+        table(tmp_path).setup("fit")

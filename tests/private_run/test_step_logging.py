@@ -130,3 +130,15 @@ def test_what_a_metric_returns_can_be_logged_and_nothing_else(tmp_path, use):
 
     with pytest.raises(ModelError, match=r"self.log"):
         trainer(tmp_path, privacy(), max_epochs=1).fit(Uses(), loader())
+
+
+@pytest.mark.parametrize("name", ["privacy/epsilon", "privacy/snr"])
+def test_a_name_of_the_package_is_not_for_a_raw_number(tmp_path, name):
+    class Named(Plain):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log(name, loss)
+            return loss
+
+    with pytest.raises(ModelError, match=f"logs '{name}', a name that is reserved"):
+        trainer(tmp_path, privacy()).fit(Named(), loader())
