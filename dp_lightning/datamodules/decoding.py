@@ -70,21 +70,20 @@ def windowed(values: np.ndarray, window: Window | None, *, inverted: bool = Fals
     return 255 - scaled if inverted else scaled
 
 
-def warn_of_few_levels(window: Window, low: int, high: int, where: str) -> None:
+def require_levels(window: Window, low: int, high: int, where: str) -> None:
     """Warn if images have few levels of grey in their window, from ``low`` to ``high`` of 0 to 255.
 
     Raises:
         DataError: They have one level.
     """
     said = (
-        f"With window {list(window)}, all pixels of {where} are between {low} and {high}, of 0 to 255, and little can "
-        "be told apart. Set a window around the values that matter, in the units of the files; `dpl init` prints their "
-        "range."
+        f"With window {list(window)}, {where} have {{}} of 256 levels of grey, and little can be told apart. Set a "
+        "window around the values that matter, in the units of the files; `dpl init` prints their range."
     )
     if low == high:
-        raise DataError(said)
+        raise DataError(said.format("one"))
     if high - low < _FEW_LEVELS:
-        rank_zero_warn(said)
+        rank_zero_warn(said.format(f"fewer than {_FEW_LEVELS}"))
 
 
 def read_pixels(path: str) -> tuple[np.ndarray, bool]:

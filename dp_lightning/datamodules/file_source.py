@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from dp_lightning.datamodules.decoding import DICOM_EXTENSIONS, Window, open_image, warn_of_few_levels
+from dp_lightning.datamodules.decoding import DICOM_EXTENSIONS, Window, open_image, require_levels
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group
 
@@ -107,7 +107,8 @@ def require_readable(paths: Sequence[str], where: str, window: Window | None) ->
             f"{' `dpl init` lists all of them.' if len(found) > _NAMED else ''}\n{listed(found)}"
         )
     if window is not None:
-        warn_of_few_levels(window, min(low for low, _ in levels), max(high for _, high in levels), where)
+        low, high = min(low for low, _ in levels), max(high for _, high in levels)
+        require_levels(window, low, high, f"the images of {where}")
 
 
 def listed(bad: Sequence[tuple[str, str]]) -> str:

@@ -214,6 +214,8 @@ class ImageFolder(ImageDataModule):
     def _in_table(self, paths: Sequence[str], split: Split, path: Path, column: str) -> list[Group] | None:
         """Return the person of each image; None if a table lists none of them and they are not the training images."""
         table = Table.read(tables_beside(path).get(split, path))
+        if split != "train" and column not in table.columns:
+            return None
         rows = table.rows_of(paths, self.image_column, [column])
         if split != "train" and not any(rows):
             return None

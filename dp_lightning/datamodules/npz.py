@@ -15,7 +15,7 @@ import torch
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import ArraySource
-from dp_lightning.datamodules.decoding import Window, require_finite, warn_of_few_levels, windowed
+from dp_lightning.datamodules.decoding import Window, require_finite, require_levels, windowed
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.privacy.person_ids import Group, checked_groups
 
@@ -92,7 +92,7 @@ class NpzImages(ImageDataModule):
         try:
             if self.window is not None:  # one by one, since its numbers take eight times the memory
                 values = np.stack([windowed(image, self.window) for image in values])
-                warn_of_few_levels(self.window, int(values.min()), int(values.max()), f"{self.path}, {split}_images")
+                require_levels(self.window, int(values.min()), int(values.max()), f"{split}_images of {self.path}")
             images = torch.from_numpy(windowed(values, None))
         except ConfigurationError as error:
             raise DataError(f"{self.path}, {split}_images: {error}.") from error

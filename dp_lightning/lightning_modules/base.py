@@ -62,8 +62,8 @@ class ImageClassifier(lightning.LightningModule):
         super().__init__()
         if num_classes < 2:
             raise ConfigurationError(f"num_classes is {num_classes}; a classifier tells at least 2 classes apart.")
-        if class_weights is not None and len(class_weights) != num_classes:
-            raise ConfigurationError(f"class_weights has {len(class_weights)} numbers for {num_classes} classes.")
+        if class_weights is not None and not (len(class_weights) == num_classes and min(class_weights) >= 0):
+            raise ConfigurationError(f"class_weights is {class_weights}; give a number from 0 for each class.")
         load_weights(model, weights)
         self.model = model
         #: If `dpl export` has written this file, its private steps count in a private run.

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torchmetrics import AUROC, AveragePrecision, CalibrationError, ConfusionMatrix, MetricCollection
 
-# The size of the table grows with the square, and nobody reads a larger one. Sorting by each of a thousand classes
-# takes minutes.
-_MOST_CONFUSED, _MOST_SORTED = 50, 100
+# The size of the table grows with the square, and nobody reads a larger one; sorting by each of many classes takes
+# seconds to minutes.
+_MOST = 50
 _BY_SCORE: dict[str, Any] = {"auroc": AUROC, "average_precision": AveragePrecision}
 
 
@@ -23,7 +23,7 @@ def metrics_of_test_images(num_classes: int, *, multi_label: bool) -> MetricColl
     task: Any = {"task": kind, number: num_classes}
     calibration_error = CalibrationError("binary") if multi_label else CalibrationError(**task)
     metrics: dict[str, Any] = {"confusion": ConfusionMatrix(**task), "calibration_error": calibration_error}
-    if num_classes <= _MOST_SORTED:
+    if num_classes <= _MOST:
         metrics |= {name: kind(**task, average="none") for name, kind in _BY_SCORE.items()}
     return MetricCollection(metrics)
 
@@ -38,7 +38,7 @@ def report_of(metrics: MetricCollection, names: Sequence[str] | None = None) -> 
     Returns:
         ``test_by_class`` has for each ``class`` the number of its ``images``, the ``accuracy`` on them (with several
         labels per image, the share of right answers on all images), and its ``auroc`` and ``average_precision`` against
-        all other images, of at most 100 classes. ``test_auroc`` and ``test_average_precision`` are means over classes.
+        all other images, of at most 50 classes. ``test_auroc`` and ``test_average_precision`` are means over classes.
         ``test_calibration_error`` is the expected calibration error (Guo et al. 2017) in 15 bins. ``test_confusion``
         has a row for each true class and a column for each predicted one, where an image has one label and there are at
         most 50 classes.
@@ -50,14 +50,15 @@ def report_of(metrics: MetricCollection, names: Sequence[str] | None = None) -> 
     multi_label = confusion.dim() == 3
     images, count = (confusion[:, 1].sum(1), confusion[0].sum()) if multi_label else (confusion.sum(1), confusion.sum())
     right = confusion.diagonal(dim1=1, dim2=2).sum(1) if multi_label else confusion.diagonal()
-    columns: dict[str, Sequence[Any]] = {"class": names or [str(number) for number in range(len(images))]}
+    known = names is not None and len(names) == len(images)
+    columns: dict[str, Sequence[Any]] = {"class": list(names or ()) if known else list(map(str, range(len(images))))}
     columns |= {"images": images.tolist(), "accuracy": _numbers(right / (count if multi_label else images))}
     report: dict[str, Any] = {"test_calibration_error": _numbers(found["calibration_error"][None])[0]}
     for name in [name for name in _BY_SCORE if name in found]:
         values = found[name].where((images > 0) & (images < count), torch.nan)
         columns[name], report[f"test_{name}"] = _numbers(values), _numbers(values.nanmean()[None])[0]
     report["test_by_class"] = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    if not multi_label and len(confusion) <= _MOST_CONFUSED:
+    if not multi_label and len(confusion) <= _MOST:
         report["test_confusion"] = confusion.tolist()
     return report
 

@@ -5,7 +5,7 @@ are, and choose checkpoints, learning rates and the end of a run. Training examp
 guarantee.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy.person_ids import Group, groups_of
+from dp_lightning.privacy.person_ids import groups_of
 from dp_lightning.privacy.records import length_of, shared_places
 from dp_lightning.torch_internals import tree_leaves
 
@@ -91,20 +91,23 @@ def _is_data(value: Any, num_elements: int) -> bool:
         return False
 
 
-def warn_of_shared_persons(persons: Iterable[Group], loaders: Any) -> None:
-    """Warn if data sets of a validation, which tell the persons of their images, have persons of the training set."""
-    trained = set(persons)
-    for dataset in (getattr(loader, "dataset", None) for loader in tree_leaves(loaders)):
-        try:
-            shared = trained & set(groups_of(dataset) or ())
-        except DataError:  # its attribute ``groups`` means something else
-            continue
-        if shared:
-            rank_zero_warn(
-                f"{len(shared):,} persons of the training set are also in the validation images, such as "
-                f"{min(map(str, shared))!r}: numbers computed from these are outside the guarantee, and say less about "
-                "new persons. Split the data by persons."
-            )
+def warn_of_shared_persons(trained: Any, loaders: Any) -> None:
+    """Warn if data sets of a validation have persons of the training set, where both tell the persons of their images.
+
+    Args:
+        trained: the training set.
+        loaders: as in ``require_held_out``.
+    """
+    others = [getattr(loader, "dataset", None) for loader in tree_leaves(loaders)]
+    try:
+        persons, *held_out = (set(groups_of(dataset) or ()) for dataset in (trained, *others))
+    except DataError:  # an attribute ``groups`` that means something else
+        return
+    if any(persons & each for each in held_out):
+        rank_zero_warn(
+            "Some persons of the training set are also in the validation or test images: numbers computed from these "
+            "are outside the guarantee, and say less about new persons. Split the data by persons."
+        )
 
 
 def require_held_out(trained: Any, loaders: Any) -> None:

@@ -52,7 +52,7 @@ class _WeightedMeans(TorchFunctionMode):
             bound.apply_defaults()
             weight, target, reduction = (bound.arguments[name] for name in ("weight", "target", "reduction"))
             weighted = weight is not None and weight.unique().numel() > 1
-            if weighted and reduction == "mean" and not target.is_floating_point():
+            if weighted and reduction == "mean" and not target.is_floating_point() and target.numel() == 1:
                 self.found = func.__name__
         return func(*args, **kwargs or {})
 

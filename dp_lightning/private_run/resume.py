@@ -217,7 +217,7 @@ def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> 
         The path of the checkpoint; None, with a warning, where there is no checkpoint.
 
     Raises:
-        ConfigurationError, DataError: as `newest_checkpoint`.
+        ConfigurationError, DataError: for the reasons that `newest_checkpoint` has.
     """
     given = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
     roots = [Path(root) for logger in trainer.loggers if (root := getattr(logger, "root_dir", logger.save_dir))]
@@ -244,7 +244,11 @@ def newest_checkpoint(folders: Iterable[Path], weights_only: bool | None = None)
     """
     paths = {path for folder in folders for path in folder.glob("*.ckpt")}
     for path in sorted(paths, key=lambda path: (path.stat().st_mtime, path), reverse=True):
-        if SavedRun.read(PrivateCheckpointIO().load_checkpoint(path, weights_only=weights_only)) is not None:
+        try:
+            found = SavedRun.read(PrivateCheckpointIO().load_checkpoint(path, weights_only=weights_only))
+        except DataError as error:
+            raise DataError(f"{error} Move it away for ckpt_path 'last', or give the path of another one.") from error
+        if found is not None:
             return str(path)
     if paths:
         raise ConfigurationError(

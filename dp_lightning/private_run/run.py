@@ -131,7 +131,8 @@ class PrivateRun:
         weights: returns the weights of which the statement speaks: those of the module, unless a callback averages.
         on_physical_batch: functions to be called after each physical batch, with the number of the batch in its step,
             from 1, and the number of batches of the step.
-        counted: number of examples so far on this rank; None once one had a gradient, and where none has to have one.
+        without_gradient: number of examples so far on this rank; None once one had a gradient, where steps were taken
+            before the fit, and where no example has to have a gradient.
         stop_requested: set on one rank to ask all of them to stop after a step.
         stopping: whether some rank asked before the last step.
 
@@ -167,7 +168,7 @@ class PrivateRun:
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._logging = StepLogging(module)
         self._index = 0  # number of the step in its epoch
-        self.counted: int | None = 0
+        self.without_gradient: int | None = None if history.ledger.num_steps else 0
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.step = self._private_step(loader)
         self._physical = PhysicalLoader(loader, self.step)
@@ -272,8 +273,7 @@ class PrivateRun:
         self._first = self.trainer.global_step
         self._log_epsilon()
         require_held_out(reader.dataset, self.trainer.val_dataloaders)
-        if reader.groups is not None:
-            warn_of_shared_persons(reader.groups.ids, self.trainer.val_dataloaders)
+        warn_of_shared_persons(reader.dataset, self.trainer.val_dataloaders)
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
         if self.trainer.is_global_zero and warn_of_changed_meaning(self.trainer, self.module, reader):
             self.history.unprotected.names.add(NAME)
@@ -335,8 +335,8 @@ class PrivateRun:
             for physical in self._physical.next_step(int(self.trainer.num_training_batches) - self._index):
                 with self._logging.physical_batch(physical.counted):
                     self.step.accumulate(physical)
-                if self.counted is not None:
-                    self.counted += int(physical.counted.sum())
+                if self.without_gradient is not None:
+                    self.without_gradient += int(physical.counted.sum())
                 for tell in self.on_physical_batch:
                     tell(physical.place.piece + 1, physical.place.pieces)
 
@@ -352,15 +352,16 @@ class PrivateRun:
         Raises:
             ModelError: where the gradient of every example is zero or not finite.
         """
-        if self.counted is None:
+        if self.without_gradient is None:
             return
         discarded = self.step.discarded
-        found = torch.stack([torch.full_like(discarded, self.counted), discarded, self.step.has_gradient.long()])
+        counted = torch.full_like(discarded, self.without_gradient)
+        found = torch.stack([counted, discarded, self.step.has_gradient.long()])
         self._ranks.add_up(found)
-        counted, not_finite, learns = found.tolist()
+        examples, not_finite, learns = found.tolist()
         if learns:
-            self.counted = None
-        elif counted >= _FEW:
+            self.without_gradient = None
+        elif examples >= _FEW:
             raise ModelError(_NOTHING_LEARNED.format("NaN, infinite or zero" if not_finite else "zero"))
 
     def _loss(self, batch: Any) -> Any:

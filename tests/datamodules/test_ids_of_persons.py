@@ -219,12 +219,3 @@ def test_a_split_without_persons_on_one_side_is_refused(tmp_path):
     data.val_fraction = 0.05
     with pytest.raises(ConfigurationError, match=r"val_fraction=0.05 of 5 persons leaves an empty part"):
         data.num_train_groups  # noqa: B018
-
-
-@pytest.mark.parametrize(("other", "warns"), [("p3", True), ("p9", False)])
-def test_a_person_in_training_and_in_test_gives_a_warning(tmp_path, recwarn, other, warns):
-    test = {"benign": {other: 1}, "malign": {"p8": 1}}
-    data = folder_of_persons(write_persons(tmp_path, train=TRAIN, test=test))
-    data.setup("fit")
-    said = "\n".join(str(warning.message) for warning in recwarn)
-    assert ("Some persons of the training set are also in the test images, such as 'p3'" in said) == warns

@@ -87,11 +87,9 @@ def test_images_of_one_class_define_no_mean():
     assert found["test_by_class"][0]["accuracy"] is not None
 
 
-@pytest.mark.parametrize(
-    ("classes", "has_table", "sorted_by"), [(50, True, True), (51, False, True), (101, False, False)]
-)
-def test_tables_and_scores_of_many_classes_are_left_out(classes, has_table, sorted_by):
+@pytest.mark.parametrize(("classes", "few"), [(50, True), (51, False)])
+def test_tables_and_scores_of_many_classes_are_left_out(classes, few):
     found = report(torch.rand(102, classes).softmax(1), torch.arange(102) % classes)
-    assert ("test_confusion" in found) == has_table
-    assert ("test_auroc" in found) == ("average_precision" in found["test_by_class"][0]) == sorted_by
+    assert ("test_confusion" in found) == few
+    assert ("test_auroc" in found) == ("average_precision" in found["test_by_class"][0]) == few
     assert len(found["test_by_class"]) == classes

@@ -64,13 +64,14 @@ def test_a_resumed_run_keeps_its_persons(tmp_path):
     assert resume(of_persons()).ledger.num_steps == 5
 
 
+@pytest.mark.parametrize("unit", [for_persons, privacy])
 @pytest.mark.parametrize(("name", "warns"), [("p", True), ("q", False), (None, False)])
-def test_persons_of_the_training_set_in_the_validation_are_named(tmp_path, name, warns):
+def test_persons_of_the_training_set_in_the_validation_are_named(tmp_path, name, warns, unit):
     others = examples(12, seed=3) if name is None else of_persons(12, seed=3, name=name)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        trainer(tmp_path, for_persons(), max_steps=1).fit(Validated(), loader(of_persons()), DataLoader(others))
-    assert any("6 persons of the training set are also" in str(each.message) for each in found) == warns
+        trainer(tmp_path, unit(), max_steps=1).fit(Validated(), loader(of_persons()), DataLoader(others))
+    assert any("persons of the training set are also in the validation" in str(each.message) for each in found) == warns
 
 
 def with_groups(groups):

@@ -131,7 +131,6 @@ def test_a_run_that_resumes_tries_the_steps_that_are_left(tmp_path):
     with pytest.raises(ConfigurationError, match="calls its step 3 times, and call 1 raises ValueError: Tried to step"):
         trainer(tmp_path, callback).fit(one_cycle(T)(), loader(), ckpt_path=path)
     assert callback.ledger.num_steps == 6
-    trainer(tmp_path, privacy()).fit(RIGHT["steps"](), loader())
 
 
 def test_one_that_cannot_be_copied_or_that_the_module_steps_is_left_to_the_run(tmp_path):
