@@ -106,7 +106,7 @@ def require_readable(paths: Sequence[str], where: str, window: Window | None) ->
             f"{len(found)} of {len(paths):,} files in {where} cannot be read; replace or remove them."
             f"{' `dpl init` lists all of them.' if len(found) > _NAMED else ''}\n{listed(found)}"
         )
-    if window is not None:
+    if window is not None and levels:
         low, high = min(low for low, _ in levels), max(high for _, high in levels)
         require_levels(window, low, high, f"the images of {where}")
 
