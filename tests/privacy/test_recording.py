@@ -11,6 +11,7 @@ from reference import Module, check, record
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torchvision.transforms import v2
 
 from dp_lightning.errors import ModelError
 from dp_lightning.privacy.gradients import sources
@@ -373,6 +374,16 @@ def test_recurrent_networks_that_have_no_rule_are_refused_with_the_fix(name):
     layers["lstm_cell"] = nn.LSTMCell(4, 5)
     with pytest.raises(ModelError, match=r"test_recording\.py:\d+ .*padded sequences.*one_by_one"):
         record(Module(PACKED[name], **layers), squares, randn(B, 1, 4, 4))
+
+
+@pytest.mark.parametrize("kind", [v2.MixUp, v2.CutMix])
+def test_what_mixes_examples_is_told_that_there_is_one(kind):
+    def forward(m, x):
+        mixed, _ = kind(num_classes=2)(x, torch.zeros(len(x), dtype=torch.long))
+        return m.a(mixed.flatten(1))
+
+    with pytest.raises(ModelError, match=r"test_recording\.py:\d+ .*MixUp and CutMix mix the examples"):
+        record(Module(forward, a=nn.Linear(48, 2)), squares, randn(B, 1, 3, 4, 4))
 
 
 def test_what_is_no_fault_of_vmap_keeps_its_text_and_is_told_its_line():

@@ -79,6 +79,12 @@ _REASONS: list[tuple[str, str, str, str]] = [
     ),
     (
         "",
+        "torchvision/transforms/v2/_augment.py",
+        "MixUp and CutMix mix the examples of a batch, and a step sees a batch of one",
+        "Leave them out: there is nothing to mix",
+    ),
+    (
+        "",
         "torch/nn/utils/rnn.py",
         "The lengths of packed sequences decide how a step goes on, and they differ between examples",
         "Give the network the padded sequences, and take the output at lengths - 1 with output.gather",
