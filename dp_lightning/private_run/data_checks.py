@@ -91,23 +91,31 @@ def _is_data(value: Any, num_elements: int) -> bool:
         return False
 
 
-def warn_of_shared_persons(trained: Any, loaders: Any) -> None:
+#: The name under which the statement lists the warning of ``warn_of_shared_persons``: it tells something of raw data.
+SHARED_PERSONS = "warning before the first step: persons in training and validation"
+
+
+def warn_of_shared_persons(trained: Any, loaders: Any) -> bool:
     """Warn if data sets of a validation have persons of the training set, where both tell the persons of their images.
 
     Args:
         trained: the training set.
         loaders: as in ``require_held_out``.
+
+    Returns:
+        Whether there are such persons.
     """
     others = [getattr(loader, "dataset", None) for loader in tree_leaves(loaders)]
     try:
         persons, *held_out = (set(groups_of(dataset) or ()) for dataset in (trained, *others))
     except DataError:  # an attribute ``groups`` that means something else
-        return
-    if any(persons & each for each in held_out):
+        return False
+    if shared := any(persons & each for each in held_out):
         rank_zero_warn(
             "Some persons of the training set are also in the validation or test images: numbers computed from these "
             "are outside the guarantee, and say less about new persons. Split the data by persons."
         )
+    return shared
 
 
 def require_held_out(trained: Any, loaders: Any) -> None:

@@ -30,7 +30,12 @@ from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.private_run.agreement import require_equal_replicas, require_same_data, require_same_settings
-from dp_lightning.private_run.data_checks import check_hyperparameters, require_held_out, warn_of_shared_persons
+from dp_lightning.private_run.data_checks import (
+    SHARED_PERSONS,
+    check_hyperparameters,
+    require_held_out,
+    warn_of_shared_persons,
+)
 from dp_lightning.private_run.logical_batches import LogicalBatch, PhysicalLoader
 from dp_lightning.private_run.loss_comparison import NAME, warn_of_changed_meaning
 from dp_lightning.private_run.resume import RUNS, RunHistory, SavedRun, plan_of_fit
@@ -273,7 +278,8 @@ class PrivateRun:
         self._first = self.trainer.global_step
         self._log_epsilon()
         require_held_out(reader.dataset, self.trainer.val_dataloaders)
-        warn_of_shared_persons(reader.dataset, self.trainer.val_dataloaders)
+        if warn_of_shared_persons(reader.dataset, self.trainer.val_dataloaders):
+            self.history.unprotected.names.add(SHARED_PERSONS)
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
         if self.trainer.is_global_zero and warn_of_changed_meaning(self.trainer, self.module, reader):
             self.history.unprotected.names.add(NAME)

@@ -7,6 +7,7 @@ from plain_run import N, PhysicalBatches, Plain, examples, loader, privacy, trai
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.private_run.data_checks import SHARED_PERSONS
 
 PERSONS = 12
 
@@ -70,8 +71,9 @@ def test_persons_of_the_training_set_in_the_validation_are_named(tmp_path, name,
     others = examples(12, seed=3) if name is None else of_persons(12, seed=3, name=name)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        trainer(tmp_path, unit(), max_steps=1).fit(Validated(), loader(of_persons()), DataLoader(others))
+        trainer(tmp_path, callback := unit(), max_steps=1).fit(Validated(), loader(of_persons()), DataLoader(others))
     assert any("persons of the training set are also in the validation" in str(each.message) for each in found) == warns
+    assert (SHARED_PERSONS in written(callback)["unprotected"]) == warns
 
 
 def with_groups(groups):
