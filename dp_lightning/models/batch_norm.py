@@ -74,7 +74,8 @@ def change_batch_norm(model: nn.Module, way: str | None) -> str:
     if not names:
         return ""
     if way == "group":
-        if not any(parameter.requires_grad for norm in batch_norms(model).values() for parameter in norm.parameters()):
+        scales = [parameter for norm in batch_norms(model).values() for parameter in norm.parameters()]
+        if scales and not any(scale.requires_grad for scale in scales):
             warnings.warn(
                 "privacy.batch_norm is group, which drops the statistics of BatchNorm layers, and no scale of these is "
                 "trained: what the frozen network computes is lost. Set batch_norm: freeze.",

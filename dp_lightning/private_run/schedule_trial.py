@@ -81,8 +81,7 @@ def _rates(schedule: Any, count: int, kept: tuple[Any, ...]) -> list[float]:
         warnings.simplefilter("ignore")  # the optimizer takes no step
         for call in range(1, max(_BEYOND * count, _LEAST) + 1):
             rates.append(max(float(group["lr"]) for group in optimizer.param_groups))
-            vanishes = 0 < rates[-1] < 1e-100 * max(rates[0], rates[-2:][0])
-            if call > count and (vanishes or time.monotonic() > deadline):
+            if call > count and (0 < rates[-1] < 1e-100 or time.monotonic() > deadline):
                 break
             try:
                 tried.step()

@@ -94,8 +94,12 @@ class PrivacySettings:
 
     def __post_init__(self) -> None:
         self._check_noise()
-        known = {"unit_of_privacy": ("example", "group"), "earlier_training": ("same_data", "other_data")}
-        for name, choices in {**known, "batch_norm": ("refuse", "group", "freeze")}.items():
+        known = {
+            "unit_of_privacy": ("example", "group"),
+            "earlier_training": ("same_data", "other_data"),
+            "batch_norm": ("refuse", "group", "freeze"),
+        }
+        for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise ConfigurationError(
                     f"privacy.{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}."

@@ -1,5 +1,7 @@
 """``batch_norm``: a network with BatchNorm trains unchanged, as GroupNorm or frozen, and its checkpoints load."""
 
+import warnings
+
 import lightning.pytorch as pl
 import pytest
 import timm
@@ -191,11 +193,16 @@ def test_a_network_without_statistics_is_frozen_with_a_warning(tmp_path):
         fit(tmp_path, Wild(), "freeze")
 
 
-def test_a_frozen_network_of_group_norms_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("trained", "affine", "warns"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_a_frozen_network_of_group_norms_is_named(tmp_path, trained, affine, warns):
     module = Wild(lambda: seen(small()))
-    batch_norms(module)["net.1"].requires_grad_(False)
-    with pytest.warns(UserWarning, match=r"privacy\.batch_norm is group, .* is lost"):
+    module.net[1] = nn.BatchNorm2d(4, affine=affine).requires_grad_(trained)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
         fit(tmp_path, module, "group")
+    assert any("what the frozen network computes is lost" in str(each.message) for each in found) == warns
 
 
 def test_a_wrong_value_is_named():
