@@ -23,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -36,7 +37,7 @@ import yaml
 from measuring import ROOT, arguments, table
 
 from dp_lightning.datamodules import Digits
-from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape, best_bands, error_of_noise
 
 _FACTOR, _MOST_RATES = 3.0, 5
 
@@ -279,13 +280,15 @@ class Scattering(NamedTuple):
     highest: float
     """The rate above which steps go too far, whatever the noise is."""
     angles: int
+    correlated: bool
+    """Whether noise is correlated over as many steps as ``privacy.bands: auto`` takes."""
     config: str
     """The configuration that names the network."""
 
 
 SCATTERING = {
-    "linear": Scattering(8192, 40, 0.9, 30.0, 8, "scattering_cifar10"),
-    "network": Scattering(4096, 20, 0.07, 4.0, 4, "scattering_network_cifar10"),
+    "linear": Scattering(8192, 40, 0.9, 30.0, 8, False, "scattering_cifar10"),
+    "network": Scattering(1024, 16, 0.1, 4.0, 4, True, "scattering_network_cifar10"),
 }
 
 
@@ -300,6 +303,7 @@ def scattering(options: argparse.Namespace) -> Iterator[Row]:
         config["optimizer"]["init_args"]["momentum"] = 0.9
         # The plan's accountant, so that the rate is that of the run's sigma.
         config["privacy"] |= {"target_epsilon": epsilon, "accountant": "prv", "max_physical_batch_size": 512}
+        config["privacy"]["bands"] = "auto" if trained.correlated else 1
         del config["model"]
         return config
 
@@ -310,10 +314,12 @@ def scattering(options: argparse.Namespace) -> Iterator[Row]:
             delta=1e-5,
             max_epochs=options.epochs or trained.epochs,
         )
-        plan = shape.calibrate(epsilon)
-        rate = rate_by_noise(plan, trained.noise, trained.highest)
+        independent = shape.calibrate(epsilon)
+        if trained.correlated:
+            shape = replace(shape, bands=best_bands(shape, epsilon))
+        rate = rate_by_noise(independent, trained.noise / error_of_noise(shape, epsilon), trained.highest)
         make = partial(settings, trained=trained, epsilon=epsilon)
-        label = f"{name} epsilon {epsilon:g} sigma {plan.noise_multiplier:.2f}"
+        label = f"{name} epsilon {epsilon:g} sigma {shape.calibrate(epsilon).noise_multiplier:.2f}"
         yield Row(label, make, rate, configs=(trained.config,))
 
 

@@ -201,7 +201,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     types = "float32, float32 with products in TF32 on a GPU, bfloat16 by autocast"
     parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "tf32", "bf16"], help=types)
-    ways = [*training_steps.WAYS, *training_steps.FINE_TUNING, *JAX_WAYS]
+    ways = list(dict.fromkeys([*training_steps.WAYS, *training_steps.FINE_TUNING, *training_steps.PRIVACY, *JAX_WAYS]))
     parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=ways)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     sizes = "sizes of physical batches (default: one, by model and device)"
@@ -213,8 +213,8 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     pieces = "physical batches of a logical step, with --through callback (default 1)"
     parser.add_argument("--pieces", nargs="+", type=positive, default=[1], help=pieces)
     options = parser.parse_args(given)
-    if options.pieces != [1] if options.through == "step" else set(options.ways) - set(training_steps.CLIPPING):
-        parser.error(f"--pieces is for --through callback, which takes --ways of {', '.join(training_steps.CLIPPING)}")
+    if options.pieces != [1] if options.through == "step" else set(options.ways) - set(training_steps.PRIVACY):
+        parser.error(f"--pieces is for --through callback, which takes --ways of {', '.join(training_steps.PRIVACY)}")
     return options
 
 

@@ -11,7 +11,7 @@ from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from tempfile import TemporaryDirectory
 from types import MethodType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import timm
@@ -115,7 +115,7 @@ def one_by_one(model: nn.Module, autocast: Callable[[], Any]) -> Step:
                 loss = F.cross_entropy(model(image), label)
             gradients = torch.autograd.grad(loss, list(trained.values()))
             total.begin(1)
-            total.take(PerExample({name: g[None] for name, g in zip(trained, gradients, strict=True)}, "one by one"))
+            total.take(PerExample({name: g[None] for name, g in zip(trained, gradients, strict=True)}))
             total.end()
 
     return step
@@ -223,10 +223,13 @@ def autocast_to(device: str, dtype: str) -> Callable[[], Any]:
 
 # Steps of a Lightning Trainer
 
-CLIPPING: dict[str, Literal["flat", "per_layer"] | None] = {
+# Settings of the private step, and out of how many times its images a step draws them.
+PRIVACY: dict[str, tuple[dict[str, Any], int] | None] = {
     "ordinary": None,
-    "ours flat": "flat",
-    "ours per-layer": "per_layer",
+    "ours flat": ({}, 1),
+    "ours per-layer": ({"clipping": "per_layer"}, 1),
+    "ours, sampled": ({}, 16),
+    "ours, 16 bands": ({"bands": 16}, 16),
 }
 
 
@@ -266,16 +269,22 @@ def through_a_trainer(
     bf16: bool = False,
 ) -> None:
     """Take steps on all of the images, in ``pieces`` physical batches, until ``goes_on`` returns False."""
-    clipping, count = CLIPPING[way], len(images)
+    private, count = PRIVACY[way], len(images)
     callbacks: list[pl.Callback] = [_AfterEachStep(goes_on)]
-    if clipping is not None:
-        plan = {"expected_batch_size": count, "noise_multiplier": 1.0, "delta": 0.1 / count, "accountant": "rdp"}
-        callbacks.append(PrivacyCallback(**plan, clipping=clipping, max_physical_batch_size=count // pieces))
+    settings, times = private or ({}, 1)
+    if private is not None:
+        plan = {
+            "expected_batch_size": count,
+            "noise_multiplier": 1.0,
+            "delta": 0.1 / count / times,
+            "accountant": "rdp",
+        }
+        callbacks.append(PrivacyCallback(**plan, max_physical_batch_size=count // pieces, **settings))
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with TemporaryDirectory() as folder, redirect_stdout(None):
         trainer = pl.Trainer(
             max_steps=1000,
-            accumulate_grad_batches=pieces if clipping is None else 1,
+            accumulate_grad_batches=pieces if private is None else 1,
             callbacks=callbacks,
             accelerator="gpu" if images.is_cuda else "cpu",
             devices=1,
@@ -286,5 +295,5 @@ def through_a_trainer(
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        data = cast(Any, TensorDataset(images.cpu(), labels.cpu()))
+        data = cast(Any, TensorDataset(images.cpu().repeat(times, 1, 1, 1), labels.cpu().repeat(times)))
         trainer.fit(_Classifier(model), DataLoader(data, batch_size=count // pieces))

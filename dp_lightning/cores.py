@@ -17,10 +17,6 @@ def respect_quota() -> None:
     still for most of the time: all threads together use up its share early in each period.
     """
     cores = available_cores()
-    if cores < _scheduled():
+    scheduled = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if cores < scheduled:
         os.environ.setdefault("OMP_NUM_THREADS", str(cores))
-
-
-def _scheduled() -> int:
-    """The cores that the scheduler may run this process on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,6 +8,11 @@ from dp_lightning.privacy.gradients.refusals import explaining
 from dp_lightning.torch_internals import tree_leaves, tree_map_only
 
 
+def fails(rows):
+    """What a step says that runs on one example, and not on two."""
+    return None if rows == 1 else ValueError()
+
+
 def clipped_gradient_sum(model, loss_fn, inputs, targets, *, clip_plan, augmult=1):
     """The sum of clipped gradients by parameter name, and the norms before clipping: (B,), or (B, L) per layer.
 
@@ -21,7 +26,7 @@ def clipped_gradient_sum(model, loss_fn, inputs, targets, *, clip_plan, augmult=
     size = len(tree_leaves(examples)[0])
     total.begin(size)
     recording = Recording(trained, size, total.take)
-    with explaining():
+    with explaining(fails, lambda: "a batch of one example", together=True):
         recording.backward(recording.run(lambda x, y: loss_fn(model(x), y).mean(), *examples))
     norms = total.end()
     return total.sums, norms[:, 0] if clip_plan.kind == "flat" else norms

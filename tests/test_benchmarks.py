@@ -131,18 +131,18 @@ def forked(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [["--through", "step"], ["--through", "callback", "--pieces", "2"]],
+    ("way", "more"),
+    [("ours flat", ["--through", "step"]), ("ours, 16 bands", ["--through", "callback", "--pieces", "2"])],
     ids=["step", "through a trainer"],
 )
-def test_a_small_run_prints_a_table_and_writes_every_row(more, tmp_path, forked, monkeypatch, capfd):
+def test_a_small_run_prints_a_table_and_writes_every_row(way, more, tmp_path, forked, monkeypatch, capfd):
     small = ["--models", "small-cnn", "--types", "fp32", "--formats", "contiguous", "--rounds", "2", "--warmup", "1"]
-    small += ["--batch-size", "4", "--ways", "ours flat", "--json", str(tmp_path / "rows.json")]
+    small += ["--batch-size", "4", "--ways", way, "--json", str(tmp_path / "rows.json")]
     monkeypatch.setattr(sys, "argv", ["step.py", *small, *more])
     step.main()
     shown, rows = capfd.readouterr().out, json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert shown.count("| small-cnn | fp32 |") == 2
-    assert [row["way"] for row in rows] == ["ordinary", "ours flat"]
+    assert [row["way"] for row in rows] == ["ordinary", way]
     assert all(len(row["times"]) == 2 and row["seconds"] > 0 and row["peak_mib"] > 0 for row in rows)
 
 

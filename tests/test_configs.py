@@ -170,7 +170,7 @@ def test_runs_of_the_paper_and_of_the_evidence_take_the_steps_of_their_epochs():
             assert trainer["max_steps"] == epochs * of_run // privacy["expected_batch_size"], path
             assert trainer["max_epochs"] == -1
     for path in sorted((CONFIGS / "grids").glob("*.yaml")):
-        of_run, epochs = (45_000, 3) if path.stem.startswith("ortho") else (None, 50)
+        of_run, epochs = (45_000, 3) if path.stem.startswith(("ortho", "bands")) else (None, 50)
         sizes = content(path)["axes"].get("batch_size", {})
         for size, point in {} if "values" in sizes else sizes.items():
             of_point = of_run or images[data_of(path.parent / content(path)["base"][0])]

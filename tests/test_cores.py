@@ -12,7 +12,7 @@ from dp_lightning import cli, cores
 
 @pytest.fixture(autouse=True)
 def _many_cores_and_no_settings(monkeypatch):
-    monkeypatch.setattr(cores, "_scheduled", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 

@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,13 +16,15 @@ from dp_lightning.cli import main
 from dp_lightning.commands.starting_configuration import FEW_IMAGES, Model, delta_for, start_of
 from dp_lightning.datamodules.file_source import READ_FIRST_BELOW
 from dp_lightning.experiments.grid import Grid
-from dp_lightning.privacy.accounting import best_guess
+from dp_lightning.privacy.accounting import best_guess, compose
+from dp_lightning.privacy.choice import epsilon_of_choice
+from dp_lightning.privacy.plan import RunShape, best_bands, error_of_noise
 from dp_lightning.privacy.statement import LARGEST_EPSILON
 
 pytestmark = pytest.mark.docs
 
-CONTRACT, OFFICER, OWN_DATA, PLANNING = (
-    read(f"docs/{name}.md") for name in ("contract", "privacy_officer", "own_data", "planning")
+CONTRACT, NOISE, OFFICER, OWN_DATA, PLANNING = (
+    read(f"docs/{name}.md") for name in ("contract", "noise", "privacy_officer", "own_data", "planning")
 )
 
 
@@ -48,6 +51,25 @@ def test_the_plan_shown_is_what_the_command_prints(capsys, monkeypatch):
     _, line, _ = lines("bash", PLANNING)
     main(shlex.split(line)[1:])
     assert capsys.readouterr().out == shown
+
+
+def test_the_errors_of_correlated_noise_and_the_price_of_a_choice_are_computed_again():
+    errors, best = table(NOISE, "N, B, epochs, ε"), []
+    for setting, *shown in errors.rows:
+        num_train, size, epochs, epsilon = (int(number.replace(",", "")) for number in setting.text.split(", "))
+        shape = RunShape.of_length(num_train=num_train, expected_batch_size=size, max_epochs=epochs, delta=1e-5)
+        found = {
+            bands: f"{error_of_noise(replace(shape, bands=bands), epsilon):.2f}"
+            for bands in (int(head.removeprefix("b = ")) for head in errors.head[1:])
+        }
+        assert [cell.text for cell in shown] == list(found.values())
+        best.append(found[best_bands(shape, epsilon)])
+    assert re.findall(r"\*\*([\d.]+)\*\*", NOISE) == best
+    plan = RunShape.of_length(num_train=45_000, expected_batch_size=512, max_epochs=3, delta=1e-5).calibrate(2.0)
+    run = plan.rounds(plan.noise_multiplier)
+    price, all_ten = epsilon_of_choice([run], expected_runs=10, delta=1e-5), compose([*run] * 10, delta=1e-5)
+    text = f"runs of ε = 2 give {price:.2f} by RDP, and ten of them, all released, {all_ten:.2f}."
+    assert text in " ".join(NOISE.split())
 
 
 def test_the_table_of_starting_points_is_computed_again():

@@ -134,7 +134,7 @@ def test_another_command_takes_its_options(line, workplace):
 
 def test_every_command_and_configuration_shown_is_one_that_a_test_takes():
     assert len(TRAINING) >= 18
-    assert len(PRICED) == 3
+    assert len(PRICED) == 4
     assert {line.split()[1] for line in OTHERS} == {
         *("analyze", "audit", "export", "init", "plan", "pretrain", "report", "sweep", "verify")
     }

@@ -37,10 +37,10 @@ class PostProcessCallback(Callback):
             return
         self._privacy = privacy_of(trainer)
         if self._privacy is not None:
-            self._privacy.private_run.postprocessing += [
-                type(transform).__name__ for transform in self.chain.transforms
-            ]
             self._check_disk(self._privacy)
+            run = self._privacy.private_run
+            run.postprocessing += [type(transform).__name__ for transform in self.chain.transforms]
+            run.response = self.chain.filtered(run.response)
         own = [group["momentum"] for each in trainer.optimizers for group in each.param_groups if group.get("momentum")]
         if own and any(transform.has_momentum for transform in self.chain.transforms):
             rank_zero_warn(
@@ -49,6 +49,10 @@ class PostProcessCallback(Callback):
             )
         shapes = {name: p.shape for name, p in pl_module.named_parameters() if p.requires_grad}
         self.chain.check(shapes, noise=self._noise())
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._privacy is not None:  # whose own hook came first, and has chosen the noise
+            self.chain.begin_noise(self._privacy.private_run.step.noise.coefficients)
 
     @torch.no_grad()
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:

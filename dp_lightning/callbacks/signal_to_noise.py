@@ -48,7 +48,7 @@ class SignalToNoise(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        level = private_run_of(trainer).step.noise_level
+        level = private_run_of(trainer).step.noise_deviation
         gradients = {n: p.grad for n, p in pl_module.named_parameters() if p.requires_grad and p.grad is not None}
         if level == 0 or not gradients:
             return

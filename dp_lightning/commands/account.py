@@ -8,6 +8,7 @@ expected batch size within epsilon, or for epsilon itself. E epochs are T = ceil
 import argparse
 import json
 from bisect import bisect_left
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,26 +32,33 @@ def main(arguments: list[str]) -> None:
         return
     if None in (options.num_train, options.delta):
         raise ConfigurationError("Give --num-train and --delta, or folders of runs to add up.")
-    from dp_lightning.privacy.plan import BEYOND_PRV
+    from dp_lightning.privacy.choice import epsilon_of_choice
+    from dp_lightning.privacy.plan import error_of_noise
+    from dp_lightning.privacy.statement import plain
 
     plan = _solve(options)
     epsilons = plan.epsilons()
     if options.json:
-        names = ("noise_multiplier", "sample_rate", "num_steps", "delta", "expected_batch_size", "num_train")
-        found = {name: "inf" if value == float("inf") else value for name, value in epsilons.items()}
-        print(json.dumps({**{name: getattr(plan, name) for name in names}, "epsilon": found}))
+        names = ("noise_multiplier", "sample_rate", "num_steps", "delta", "expected_batch_size", "num_train", "bands")
+        print(json.dumps(plain({**{name: getattr(plan, name) for name in names}, "epsilon": epsilons})))
         return
     rows = [
         ("noise multiplier", f"{plan.noise_multiplier:.4f}"),
         ("sample rate", f"{plan.sample_rate:.6g} ({plan.expected_batch_size} of {plan.num_train})"),
-        ("steps", f"{plan.num_steps} ({plan.num_steps * plan.sample_rate:.4g} epochs)"),
+        ("steps", f"{plan.num_steps} ({plan.epochs:.4g} epochs)"),
         ("delta", f"{plan.delta:g}"),
     ]
     for name, value in epsilons.items():
         shown = "not installed (pip install 'dp-lightning[pld]')" if value is None else f"{value:.4f}"
         rows.append((f"epsilon, {name.upper()}", shown))
-    if plan.priced_by_renyi:
-        rows.append(("note", BEYOND_PRV.format("--accountant pld")))
+    if plan.bands > 1:
+        share = error_of_noise(plan, options.epsilon or plan.epsilon("rdp"))
+        rows.append(("bands", f"{plan.bands} (the noise leaves {share:.3f} of the error of independent noise)"))
+    if options.expected_runs is not None:
+        rounds, mean = plan.rounds(plan.noise_multiplier), options.expected_runs
+        for number in ("logarithmic", "poisson"):
+            price = epsilon_of_choice([rounds], expected_runs=mean, delta=plan.delta, distribution=number)
+            rows.append(("best of several", f"epsilon {price:.4f}, of {mean:g} runs on average, {number}"))
     print("\n".join(f"{name:<18}{value}" for name, value in rows))
 
 
@@ -73,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     counted = "number of training examples, or of persons (unit_of_privacy: group)"
     add("--num-train", "--num_train", type=int, help=counted)
     add("--delta", type=float, help="below 1/num_train; of runs, default: the smallest delta of theirs")
+    add("--bands", default="1", help="over how many steps noise is correlated, or auto (default: 1, independent noise)")
+    several = "also price the best of so many runs on average (dpl sweep --release-best)"
+    add("--expected-runs", "--expected_runs", type=float, metavar="M", help=several)
     add("--accountant", choices=("prv", "rdp", "pld"), default="prv", help="accountant to solve with (default: prv)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
@@ -80,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _solve(options: argparse.Namespace) -> "PrivacyPlan":
     """The plan whose missing quantity is solved for."""
-    from dp_lightning.privacy.plan import RunShape
+    from dp_lightning.privacy.plan import RunShape, best_bands
 
     given = {
         "--epsilon": options.epsilon,
@@ -94,6 +105,8 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
         raise ConfigurationError(
             f"give exactly three of {', '.join(given)}; the fourth is solved for. Given: {present}."
         )
+    if not options.bands.isdecimal() and (options.bands != "auto" or options.epsilon is None):
+        raise ConfigurationError(f"--bands is {options.bands}; give a number, or auto together with --epsilon.")
     numbers = {
         "expected_batch_size": options.batch_size,
         "max_steps": -1 if options.steps is None else options.steps,
@@ -102,6 +115,8 @@ def _solve(options: argparse.Namespace) -> "PrivacyPlan":
 
     def plan(**changed: int) -> "PrivacyPlan":
         shape = RunShape.of_length(num_train=options.num_train, delta=options.delta, **{**numbers, **changed})
+        bands = best_bands(shape, options.epsilon) if options.bands == "auto" else int(options.bands)
+        shape = replace(shape, bands=bands)
         if options.noise_multiplier is None:
             return shape.calibrate(options.epsilon, accountant=options.accountant)
         return shape.with_noise(options.noise_multiplier, accountant=options.accountant, target_epsilon=options.epsilon)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from dp_lightning.callbacks import PrivacyCallback
+from dp_lightning.callbacks import PostProcessCallback, PrivacyCallback
 from dp_lightning.commands.fit_settings import Stopped, num_train_of
 from dp_lightning.commands.pricing import plan_of
 from dp_lightning.commands.quiet import quiet
@@ -24,10 +24,14 @@ from dp_lightning.commands.training import command_line
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.postprocess import as_matrix
 from dp_lightning.postprocess.matrix import is_matrix
+from dp_lightning.privacy.bands import coefficients, deviations
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.private_run.run import response_of
 from dp_lightning.strategies.checkpoint_io import PrivateCheckpointIO
 
+#: Settings of ``privacy`` that change a number over the steps; the analysis takes that of the first ones.
+CHANGING = ("noise_schedule", "clip_schedule", "adaptive_clipping")
 _BATCH_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -85,6 +89,9 @@ class AnalysisRun:
         self.num_train = num_train_of(cli)
         self.settings = cli.config.fit.privacy.as_dict()
         self._trainer = cli.config.fit.trainer.as_dict()
+        self._optimizer = cli.config.fit.as_dict().get("optimizer") or {}
+        callbacks: list[pl.Callback] = cli.trainer.callbacks  # type: ignore[attr-defined]
+        self._chain = next(each.chain for each in callbacks if isinstance(each, PostProcessCallback))
         self.num_batches, self.asked = num_batches, batch_sizes
         self.batch_size: int = self.settings["expected_batch_size"]
         self.clip_plan: ClipPlan = cli.privacy.clip_plan
@@ -97,7 +104,9 @@ class AnalysisRun:
     @property
     def batch_sizes(self) -> list[int]:
         """Expected batch sizes to compare: the requested ones, or the paper's and the run's own."""
-        known = {size for size in (*_BATCH_SIZES, self.batch_size) if size <= self.num_train}
+        bands = self.settings["bands"]
+        most = self.num_train // (1 if bands == "auto" else bands)
+        known = {size for size in (*_BATCH_SIZES, self.batch_size) if size <= most}
         return sorted(known if self.asked is None else set(self.asked))
 
     def plan(self, batch_size: int) -> PrivacyPlan:
@@ -105,15 +114,20 @@ class AnalysisRun:
         return plan_of(self.settings, self._trainer, num_train=self.num_train, batch_size=batch_size)
 
     def noise_level(self, batch_size: int) -> float:
-        """Standard deviation of the noise in each entry of the gradient, sigma S / B."""
-        return self.plan(batch_size).noise_level(self.clip_plan.sensitivity)
+        """Standard deviation of the noise in each entry of a gradient, the root mean square over the run's steps."""
+        plan, scale = self.plan(batch_size), 1.0
+        if plan.bands > 1:
+            response = self._chain.filtered(response_of(self._optimizer.get("init_args", {}), plan.num_steps))
+            chosen = coefficients(plan.bands, plan.num_steps, tuple(response))
+            scale = float(torch.tensor(deviations(chosen, plan.num_steps)).square().mean().sqrt())
+        return scale * plan.noise_level(self.clip_plan.sensitivity)
 
     def measure(self, batch_size: int) -> Measured:
         """The clipped mean gradients of Poisson draws at fixed parameters.
 
         They come from private steps without noise, with an optimizer whose learning rate is zero.
         """
-        left_out = ("target_epsilon", "disk", "frozen_until")
+        left_out = ("target_epsilon", "disk", "frozen_until", "bands", *CHANGING)
         settings = {key: value for key, value in self.settings.items() if key not in left_out}
         settings |= {"expected_batch_size": batch_size, "noise_multiplier": 0.0, "not_private": True}
         measured = Measured(self.num_batches)

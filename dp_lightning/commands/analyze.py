@@ -25,7 +25,7 @@ from dp_lightning.analysis import (
     recovery_gap,
 )
 from dp_lightning.atomic_files import replacing, require_writable
-from dp_lightning.commands.analysis_run import AnalysisRun
+from dp_lightning.commands.analysis_run import CHANGING, AnalysisRun
 from dp_lightning.commands.configs import with_paths
 from dp_lightning.experiments.document import Document, figure
 
@@ -50,6 +50,14 @@ def main(arguments: list[str]) -> None:
     page = Document(f"{title}: {type(run.module).__name__}, {type(run.data).__name__}", folder, warning=_WARNING)
     draws = "one Poisson draw" if run.num_batches == 1 else f"{run.num_batches} Poisson draws"
     page.say(f"Clipped gradients of {draws} at fixed parameters, {run.clip_plan.describe()['kind']} clipping.")
+    if run.settings["bands"] != 1:
+        page.say(
+            "The noise is correlated over steps (privacy.bands). Its level, which takes the place of sigma S / B, is "
+            "that in single gradients, the root mean square over the steps of the run. In the weights, much of it "
+            "cancels."
+        )
+    if any(run.settings[name] for name in CHANGING):
+        page.say("The noise multiplier and the clipping norm are those of the first steps.")
     facts = fill(run, page)
     with replacing(folder / "numbers.json") as file:
         file.write((json.dumps({"unprotected": page.warning, **facts}, indent=1) + "\n").encode())
@@ -61,10 +69,10 @@ def _snr(run: AnalysisRun, page: Document) -> Facts:
     names = ("batch_size", "noise_multiplier", "signal", "noise", "snr")
     facts: list[dict[str, Any]] = []
     for size in run.batch_sizes if run.asked else [run.batch_size]:
-        plan, measured = run.plan(size), run.measure(size)
+        sigma, measured = run.plan(size).noise_multiplier, run.measure(size)
         signal = statistics.fmean(measured.norms)
-        noise = plan.noise_norm(num_parameters=measured.num_parameters, sensitivity=run.clip_plan.sensitivity)
-        facts.append(dict(zip(names, (size, plan.noise_multiplier, signal, noise, signal / noise), strict=True)))
+        noise = run.noise_level(size) * math.sqrt(measured.num_parameters)
+        facts.append(dict(zip(names, (size, sigma, signal, noise, signal / noise), strict=True)))
     page.say("Signal is the norm of the clipped gradient divided by B, noise the root mean square norm of the noise.")
     rows = [[str(fact["batch_size"]), *(f"{fact[name]:.3g}" for name in names[1:])] for fact in facts]
     page.table([["B", "sigma", "signal", "noise", "signal / noise"], *rows])
@@ -105,15 +113,14 @@ def _spectrum(run: AnalysisRun, page: Document) -> Facts:
 def _recovery(run: AnalysisRun, page: Document) -> Facts:
     """The batch sizes above which each matrix passes Wedin's bound and the spiked-matrix threshold."""
     sizes = run.batch_sizes
-    sigmas = {size: run.plan(size).noise_multiplier for size in sizes}
+    levels = {size: run.noise_level(size) * size for size in sizes}  # at a batch size of one
     rows = [["matrix", "m x n", "s1", "s1 - s2", *(f"B = {size}" for size in sizes)]]
     facts: dict[str, Any] = {}
     for name, matrix in run.measure(run.batch_size).matrices.items():
         top, second = _first_two(torch.linalg.svdvals(matrix))
         gap = top - second
         thresholds: dict[int, dict[str, float]] = {}
-        for size, sigma in sigmas.items():
-            level = sigma * run.clip_plan.sensitivity  # at a batch size of one
+        for size, level in levels.items():
             thresholds[size] = {
                 "recovery": recovery_gap(*matrix.shape, noise_level=level) / gap if gap > 0 else math.inf,
                 "detection": detection_norm(*matrix.shape, noise_level=level) / top if top > 0 else math.inf,
@@ -137,6 +144,7 @@ def _recovery(run: AnalysisRun, page: Document) -> Facts:
         "the noise multiplier of the privacy plan at each batch size."
     )
     page.table(rows)
+    sigmas = {size: run.plan(size).noise_multiplier for size in sizes}
     return {"noise_multipliers": sigmas, "matrices": facts, "rates": rates}
 
 

@@ -87,6 +87,7 @@ class Audit:
         mu: Claimed mean score of the canaries that take part, sqrt(T) / sigma.
         claimed, shown: Epsilon of the steps with canaries by the plan's accountant, and the lower bound on it.
         shown_by_tensor: Lower bound from the canaries of each parameter alone.
+        columns: Norm of the coefficients of correlated noise.
         contributions: Largest contributions measured without noise, over the sensitivity, by subject.
     """
 
@@ -99,7 +100,8 @@ class Audit:
         delta, accountant = self.plan.delta, self.plan.accountant
         self.claimed = compose([(sigma, 1.0, self.steps)], delta=delta, accountant=accountant)
         self.noise, claimed = NoiseTests(), runs.noise_standard_deviation
-        runs.noise(lambda _, sums: self.noise.add({name: total / claimed for name, total in sums.items()}))
+        chosen = runs.noise(lambda _, sums: self.noise.add({name: total / claimed for name, total in sums.items()}))
+        self.columns = math.hypot(*chosen)
         together, by_tensor = self._take_canaries(count)
         self.contributions = self._take_contributions(count)
         self.alpha = FALSE_ALARM / (len(self.noise) + 1 + len(by_tensor))
@@ -166,6 +168,9 @@ class Audit:
                     f"{worst.p_value:.2g}"
                 )
                 found.append(Check(subject, text, not failed))
+        if self.plan.bands > 1:
+            holds = self.columns <= 1 + _ROUNDING
+            found.append(Check("Norm of the columns of correlated noise", f"{self.columns:.6g}, at most 1", holds))
         return found
 
     def _canary_checks(self) -> list[Check]:
@@ -213,11 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         "if a check fails.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--canaries",
-        type=int,
-        default=500,
-        help="canaries that take part; more of them find smaller faults but take longer; default: 500",
-    )
+    count = "canaries that take part; more of them find smaller faults but take longer; default: 500"
+    parser.add_argument("--canaries", type=int, default=500, help=count)
     parser.add_argument("--out", type=Path, default=Path("audit"), help="folder of numbers.json; default: audit")
     return parser

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dp_lightning.commands.fit_settings import SettingsReader, num_train_of, prepare
 from dp_lightning.commands.pricing import plan_of
-from dp_lightning.commands.synthetic_fit import Releases, fit_on_synthetic_images
+from dp_lightning.commands.synthetic_fit import Columns, Releases, fit_on_synthetic_images
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -124,17 +124,34 @@ class AuditRuns:
         self.groups = list(self.clip_plan.groups(self.sizes).values())
         self.is_first = cli.trainer.is_global_zero
         #: Standard deviation of the noise on the sum, as the configuration claims it.
-        self.noise_standard_deviation = self.plan.noise_on_sum(self.clip_plan.sensitivity)
+        self.noise_standard_deviation = self.plan.noise_multiplier * self.clip_plan.sensitivity
         self._length = _LENGTH * max(self.clip_plan.max_grad_norm, 1.0)
 
-    def noise(self, releases: Releases) -> None:
-        """Take enough steps of noise alone for ``_DRAWS`` noise values, but from 8 to 32."""
+    def noise(self, releases: Releases) -> tuple[float, ...]:
+        """Take enough steps of noise alone for ``_DRAWS`` noise values, but from 8 to 32.
+
+        Args:
+            releases: called with the independent noise of which that of the step is made, for each step.
+
+        Returns:
+            The coefficients of the noise.
+        """
         steps = min(max(-(-_DRAWS // sum(self.sizes.values())), 8), 32)
+        found: list[dict[str, Tensor]] = []
 
         def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
             return lambda batch: own(batch[0]) * 0.0
 
-        self._fit(step, _numbered, releases, examples=EXAMPLES, steps=steps)
+        bands, examples = self.plan.bands, -(-EXAMPLES // self.plan.bands) * self.plan.bands
+        chosen = self._fit(
+            step, _numbers_of(examples), lambda _, sums: found.append(sums), examples=examples, steps=steps, bands=bands
+        )
+        for number in range(steps):
+            terms = list(zip(chosen, found[number::-1], strict=False))
+            releases(
+                number, {name: torch.stack([c * sums[name] for c, sums in terms]).sum(0) for name in found[number]}
+            )
+        return chosen
 
     def canaries(
         self,
@@ -179,13 +196,13 @@ class AuditRuns:
         def step(module: pl.LightningModule, own: Callable[[Any], Any]) -> Callable[[Any], Tensor]:
             return lambda batch: own(batch[0]) * ((batch[1][0] == module.trainer.global_step) * self._length)
 
-        self._fit(step, _numbered, releases, examples=EXAMPLES, steps=EXAMPLES, private=False)
+        self._fit(step, _numbers_of(EXAMPLES), releases, examples=EXAMPLES, steps=EXAMPLES, private=False)
 
-    def _fit(self, *functions: Any, private: bool = True, **numbers: Any) -> None:
+    def _fit(self, *functions: Any, private: bool = True, **numbers: Any) -> tuple[float, ...]:
         """`fit_on_synthetic_images` with the plan's noise, or without noise."""
         sigma = self.plan.noise_multiplier if private else 0.0
-        fit_on_synthetic_images(self.settings, *functions, noise_multiplier=sigma, **numbers)
+        return fit_on_synthetic_images(self.settings, *functions, noise_multiplier=sigma, **numbers)
 
 
-def _numbered(generator: torch.Generator) -> tuple[Tensor, ...]:
-    return (torch.arange(EXAMPLES),)
+def _numbers_of(examples: int) -> Columns:
+    return lambda generator: (torch.arange(examples),)

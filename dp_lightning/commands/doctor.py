@@ -5,8 +5,6 @@ computes in float64.
 """
 
 import argparse
-import contextlib
-import io
 import platform
 import sys
 from collections.abc import Iterator
@@ -123,17 +121,16 @@ def difference(device: "torch.device") -> float:
 
     model = model.float().to(device)
     plan = RunShape(num_train=_EXAMPLES, expected_batch_size=_EXAMPLES, num_steps=1, delta=1e-2).with_noise(0.0)
-    with contextlib.redirect_stdout(io.StringIO()):
-        step = PrivateStep(
-            model,
-            lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
-            TensorDataset(images, labels),
-            plan=plan,
-            clip_plan=ClipPlan.flat(max_grad_norm=_BOUND),
-            max_physical_batch_size=3,  # several physical batches, the last one smaller
-        )
-        for batch in step.batches():
-            step.accumulate(batch)
-        step.release()
+    step = PrivateStep(
+        model,
+        lambda batch: F.cross_entropy(model(batch[0]), batch[1]),
+        TensorDataset(images, labels),
+        plan=plan,
+        clip_plan=ClipPlan.flat(max_grad_norm=_BOUND),
+        max_physical_batch_size=3,  # several physical batches, the last one smaller
+    )
+    for batch in step.batches():
+        step.accumulate(batch)
+    step.release()
     got = torch.cat([p.grad.flatten().double().cpu() for p in model.parameters() if p.grad is not None])
     return float((got - expected).abs().max() / expected.abs().max())

@@ -12,8 +12,6 @@ from dp_lightning.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from dp_lightning.datamodules.survey import Look, Survey
 
-# Levels of a pixel, the number below which they are said to be few, and the highest value of 16 bits.
-_LEVELS, _FEW_LEVELS, _FULL_RANGE = 256, 64, 65_535
 # Classes that have a line each; images, or pairs of equal ones, that are named.
 _SHOWN, _NAMED = 20, 3
 
@@ -167,11 +165,8 @@ def _found(survey: "Survey") -> Iterator[str]:
 
 
 def _depth(survey: "Survey", low: float, high: float) -> Iterator[str]:
-    """What is lost of values of more than 8 bits, and what the proposed window is worth."""
-    left = min(_LEVELS, round((high - low) * (_LEVELS - 1) / _FULL_RANGE) + 1)
+    """The values of more than 8 bits, and what the proposed window is worth."""
     yield f"values: {low:,g} to {high:,g}, of more than 8 bits"
-    few = ", which are few" if left < _FEW_LEVELS else ""
-    yield f"  With 0 to {_FULL_RANGE:,} as black and white, {left} of {_LEVELS} levels are left{few}."
     yield "  The window in the file spans these values and is a proposal: replace it by what is known of such images."
     if shallow := sum(look.values is None for look in survey.readable):
         yield f"  {shallow:,} other images have 8 bits, and the window is applied to their values too: convert them."

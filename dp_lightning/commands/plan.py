@@ -5,6 +5,7 @@ It prints the noise of every combination, which follows from public numbers: no 
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -14,6 +15,7 @@ from dp_lightning.commands.fit_settings import SettingsReader, prepare_to_train
 from dp_lightning.commands.pricing import plan_of, seconds_per_example
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.results import shown_duration
+from dp_lightning.privacy.plan import error_of_noise
 
 # The heads of columns that have other names in JSON.
 _HEADS = {
@@ -22,6 +24,7 @@ _HEADS = {
     "noise_multiplier": "sigma",
     "noise_level": "noise sd",
     "noise_norm_over_clipping_norm": "norm / C",
+    "error_of_noise": "error",
     "seconds": "time",
 }
 
@@ -52,16 +55,18 @@ def main(arguments: list[str]) -> None:
         target = {} if epsilon is None else {"target_epsilon": epsilon, "noise_multiplier": None}
         length = {} if epochs is None else {"max_epochs": epochs, "max_steps": -1}
         plan = plan_of({**privacy, **target}, {**trainer, **length}, num_train=num_train, batch_size=size)
-        norm = plan.noise_norm(num_parameters=num_parameters, sensitivity=clipping.sensitivity)
+        level = plan.noise_level(clipping.sensitivity)
         run = {
             "epsilon": plan.epsilon() if plan.target_epsilon is None else plan.target_epsilon,
-            "epochs": plan.num_steps * plan.sample_rate,  # how often an example is drawn in expectation
+            "epochs": plan.epochs,
             "expected_batch_size": size,
             "num_steps": plan.num_steps,
             "noise_multiplier": plan.noise_multiplier,
-            "noise_level": plan.noise_level(clipping.sensitivity),
-            "noise_norm_over_clipping_norm": norm / clipping.max_grad_norm,
+            "noise_level": level,
+            "noise_norm_over_clipping_norm": level * math.sqrt(num_parameters) / clipping.max_grad_norm,
         }
+        if cli.privacy.bands != 1:
+            run |= {"bands": plan.bands, "error_of_noise": error_of_noise(plan, run["epsilon"])}
         runs.append(run if seconds is None else {**run, "seconds": seconds * plan.num_steps * size})
     if options.json:
         numbers = {"num_train": num_train, "delta": plan.delta, "accountant": plan.accountant}
@@ -96,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _sizes(privacy: Mapping[str, Any], num_train: int) -> list[int]:
     """Batch sizes from a quarter to four times the configuration's."""
-    return sorted({min(max(privacy["expected_batch_size"] * 2**power // 4, 1), num_train) for power in range(5)})
+    most = num_train // (1 if privacy["bands"] == "auto" else privacy["bands"])
+    return sorted({min(max(privacy["expected_batch_size"] * 2**power // 4, 1), most) for power in range(5)})
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from dp_lightning.commands.fit_settings import prepare_to_train
 from dp_lightning.commands.synthetic_fit import fit_on_synthetic_images
-from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.schedules import Schedule
 from dp_lightning.private_run.settings import PrivacySettings
 
 # Runs that differ only in these settings of ``privacy`` and ``trainer``, in the optimizer or in the seed are built and
@@ -58,21 +59,16 @@ def plan_of(
     Raises:
         ConfigurationError: as ``dpl fit`` would, for impossible numbers.
     """
-    given: dict[str, Any] = {
-        name: privacy.get(name) for name in ("target_epsilon", "noise_multiplier", "delta", "accountant")
-    }
+    names = ("target_epsilon", "noise_multiplier", "delta", "accountant")
+    given: dict[str, Any] = {name: privacy.get(name) for name in names} | {"bands": privacy.get("bands") or 1}
+    if (schedule := privacy.get("noise_schedule")) is not None:
+        given["noise_schedule"] = Schedule(**schedule)
     size = privacy["expected_batch_size"] if batch_size is None else batch_size
     run = PrivacySettings(size, **given, not_private=bool(privacy.get("not_private")))
-    limit = trainer.get("limit_train_batches")
-    shape = RunShape.of_length(
-        num_train=num_train,
-        expected_batch_size=size,
-        delta=run.delta,
-        max_epochs=trainer.get("max_epochs"),
-        max_steps=trainer["max_steps"],
-        limit_train_batches=1.0 if limit is None else limit,
-    )
-    return run.make_plan(shape)
+    limits = {"max_epochs": trainer.get("max_epochs"), "max_steps": trainer["max_steps"]}
+    if (limit := trainer.get("limit_train_batches")) is not None:
+        limits["limit_train_batches"] = limit
+    return run.make_plan(run.shape_of(num_train, **limits))
 
 
 def seconds_per_example(settings: Mapping[str, Any]) -> float | None:

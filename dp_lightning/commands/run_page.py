@@ -58,9 +58,11 @@ def run_page(folder: Path) -> tuple[Document, str]:
         else f"The run was interrupted or ended by an error after {statement.ledger.num_steps} of "
         f"{statement.plan.num_steps} steps. To resume it, start it again with --ckpt_path last."
     )
+    publish = "the weights with the statement, as dpl export writes them, and not the folder"
+    covers = "Epsilon covers the choice among runs" if statement.choice else "Each epsilon covers one run alone"
     page.say(
-        "Publish the weights with the statement, as dpl export writes them, and not the folder: its event files, "
-        "result.json and checkpoints have numbers that no noise protects. Each epsilon covers one run alone."
+        f"Publish {publish if verdict == 'ok' else 'nothing of the folder'}: its event files, result.json and "
+        f"checkpoints have numbers that no noise protects. {covers}."
     )
     page.heading("Accuracy and loss")
     curves = {tag: curve for tag, curve in curves_in(folder).items() if tag.startswith(_EVALUATIONS)}
@@ -68,7 +70,7 @@ def run_page(folder: Path) -> tuple[Document, str]:
     if result.get("test_by_class"):
         _by_class(page, result)
     page.heading("Signal and noise of the gradient")
-    _snr(page, facts_in(folder / "snr.json"))
+    _snr(page, facts_in(folder / "snr.json"), correlated=statement.plan.bands > 1)
     if (statement_text := (folder / STATEMENT_FILE).with_suffix(".md")).is_file():
         page.quoted(statement_text.read_text())
         page.say("dpl verify checks that the statement, the journal and the checkpoints belong together.")
@@ -128,7 +130,7 @@ def _shown(value: Any) -> str:
     return "-" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _snr(page: Document, snr: Mapping[str, Any]) -> None:
+def _snr(page: Document, snr: Mapping[str, Any], *, correlated: bool) -> None:
     if not snr.get("snr"):
         page.say("There is no snr.json: the run has no noise, or has not ended its first epoch.")
         return
@@ -137,7 +139,8 @@ def _snr(page: Document, snr: Mapping[str, Any]) -> None:
         "privatized gradients, so the guarantee covers it. A ratio below the resolution cannot be told from none."
     )
     rows = [["parameter", "numbers", "first epoch", "last epoch", "resolution"]]
-    steps, by_parameter = snr["steps"][-1], snr["by_parameter"]
+    # The steps of an epoch with correlated noise tell at least as much as one of them.
+    steps, by_parameter = min(snr["steps"][-1], 1) if correlated else snr["steps"][-1], snr["by_parameter"]
     whole = {"size": sum(fact["size"] for fact in by_parameter.values()), "snr": snr["snr"]}
     for name, fact in {"whole gradient": whole, **by_parameter}.items():
         # The deviation of the estimate of snr^2 where there is no signal: see analysis/spectra.py.

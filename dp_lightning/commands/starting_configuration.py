@@ -149,7 +149,7 @@ def start_of(
         delta=delta_for(num_train) if delta is None else delta,
         max_epochs=model.epochs,
     ).calibrate(epsilon)
-    noise = plan.noise_norm(num_parameters=num_parameters, sensitivity=1.0)  # over C
+    noise = plan.noise_level(sensitivity=1.0) * math.sqrt(num_parameters)  # its norm over C
     # On features of length 1 the noise that counts is that of one weight, which is that of a logit.
     counts = noise / math.sqrt(num_parameters) if model.backbone == SCATTERING else noise
     return Start(plan, noise, float(f"{min(model.highest_rate, model.move / counts):.0e}"))

@@ -9,9 +9,10 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -35,8 +36,14 @@ def main(arguments: list[str]) -> None:
     runs = planned_runs(grid, options.out, options.override)
     if options.dry_run:
         _print_prices(grid, needed(grid, runs))
+    else:
+        require_writable(options.out, "--out")
+    if options.release_best:
+        from dp_lightning.commands.private_choice import release_best
+
+        release_best(runs, options)
+    if options.dry_run or options.release_best:
         return
-    require_writable(options.out, "--out")
     failed = _launch(grid, needed(grid, runs), options)
     runs = [run.read() for run in runs]
     if not failed and grid.tuned is not None and SEED in grid.axes:
@@ -101,20 +108,27 @@ def _launch(grid: Grid, runs: Sequence[Run], options: argparse.Namespace) -> lis
     print(f"{grid.title}: {len(runs)} runs, {len(runs) - len(waiting)} finished, in {options.out}", flush=True)
     for run in waiting.values():
         run.folder.prepare(run.settings)
-    pairs = (text.partition("=") for text in options.launcher_option)
-    launcher_options = {name: yaml.safe_load(value) for name, _, value in pairs}
-    if options.jobs is not None:
-        launcher_options["jobs"] = options.jobs
     failed, started = [], time.monotonic()
-    # Closing the results stops the runs, so they are closed whatever interrupts the loop, a signal too.
-    with closing(LAUNCHERS[options.launcher](list(waiting), launcher_options)) as results:
-        for number, (folder, status) in enumerate(results if waiting else (), start=1):
+    with launched(list(waiting), options) as results:
+        for number, (folder, status) in enumerate(results, start=1):
             run = waiting[folder].read()
             left = (time.monotonic() - started) / number * (len(waiting) - number)
             print(f"[{number}/{len(waiting)}] {_outcome(run, status)}; about {shown_duration(left)} left", flush=True)
             if not run.finished:
                 failed.append(run)
     return failed
+
+
+@contextmanager
+def launched(folders: Sequence[str], options: argparse.Namespace) -> Iterator[Iterable[tuple[str, int]]]:
+    """Run what is in these folders by the launcher of the options; gives each folder with its status as it ends."""
+    pairs = (text.partition("=") for text in options.launcher_option)
+    given: dict[str, Any] = {name: yaml.safe_load(value) for name, _, value in pairs}
+    if options.jobs is not None:
+        given["jobs"] = options.jobs
+    # Closing the results stops the runs, so they are closed whatever interrupts the loop, a signal too.
+    with closing(LAUNCHERS[options.launcher](folders, given)) as results:
+        yield results if folders else ()
 
 
 def _outcome(run: Run, status: int) -> str:
@@ -132,7 +146,7 @@ def _print_prices(grid: Grid, runs: Sequence[Run]) -> None:
 
     print(f"{grid.title}: {len(runs)} runs")
     price = Pricing()
-    left = []
+    left = 0.0
     for run in runs:
         print(f"\n{run.cell.name}" + (" (finished)" if run.finished else ""))
         print(f"  {shlex.join(['dpl', 'fit', *run.cell.arguments])}")
@@ -141,8 +155,7 @@ def _print_prices(grid: Grid, runs: Sequence[Run]) -> None:
         except DpLightningError as error:
             print(f"  no price: {error}", flush=True)
             continue
-        if seconds is not None:
-            left.append(0.0 if run.finished else seconds)
+        left += 0.0 if run.finished or seconds is None else seconds
         print(
             f"  epsilon {shown_epsilon(plan.epsilon())}, delta {plan.delta:g}, sigma {plan.noise_multiplier:.4g}, "
             f"{plan.num_steps} steps, {'time unknown' if seconds is None else f'about {shown_duration(seconds)} here'}",
@@ -150,11 +163,7 @@ def _print_prices(grid: Grid, runs: Sequence[Run]) -> None:
         )
     if grid.tuned is not None and len(grid.axes.get(SEED, ())) > 1:
         print(f"\nThen the other seeds run at the best {grid.tuned} of each place, which is not counted here.")
-    unknown = f", and {len(runs) - len(left)} runs whose time is unknown" if len(left) < len(runs) else ""
-    print(
-        f"\nIn total about {shown_duration(sum(left))} on one device like this one{unknown}. Each epsilon covers one "
-        "run alone."
-    )
+    print(f"\nIn total about {shown_duration(left)} on one device like this one. Each epsilon covers one run alone.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -162,15 +171,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("grid", type=Path, metavar="GRID", help="a file, or a name that `dpl configs` lists, as digits")
     add_grid_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the commands and what each run costs")
+    best = "release the best of a secret number of runs with settings drawn from the grid, at the epsilon of the choice"
+    parser.add_argument("--release-best", action="store_true", help=best)
+    expected = "mean number of runs, for --release-best (default: 10)"
+    parser.add_argument("--expected-runs", type=float, default=10.0, metavar="M", help=expected)
+    number = "distribution of that number; Poisson may give no run (default: logarithmic)"
+    parser.add_argument("--number", choices=("logarithmic", "poisson"), default="logarithmic", help=number)
     parser.add_argument("--launcher", choices=sorted(LAUNCHERS), default="local", help="default: local")
     parser.add_argument("--jobs", type=int, help="runs at a time, for local (default: one per GPU) and slurm")
-    parser.add_argument(
-        "--launcher-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="for slurm, such as slurm_partition=gpu; for ray, such as num_gpus=1",
-    )
+    further = "for slurm, such as slurm_partition=gpu; for ray, such as num_gpus=1"
+    parser.add_argument("--launcher-option", action="append", default=[], metavar="NAME=VALUE", help=further)
     return parser
 
 

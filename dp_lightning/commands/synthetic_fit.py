@@ -48,17 +48,22 @@ def fit_on_synthetic_images(
     steps: int,
     noise_multiplier: float,
     largest: int | None = None,
-) -> None:
-    """A fit at q = 1.
+    bands: int = 1,
+) -> tuple[float, ...]:
+    """A fit at q = 1, without schedules of noise and clipping.
 
     Args:
         settings: a whole configuration.
         loss: see `NewLoss`; None keeps the module's own.
         columns, releases: see `Columns` and `Releases`.
-        examples: N = B.
+        examples: N = b B.
         steps: T.
         noise_multiplier: sigma; 0 adds no noise.
         largest: limit on the examples of a physical batch, below the configuration's.
+        bands: b.
+
+    Returns:
+        The coefficients of the noise.
 
     Raises:
         DpLightningError: if a setting is wrong, or the module cannot take synthetic images; the message names it.
@@ -67,7 +72,9 @@ def fit_on_synthetic_images(
     physical = given["max_physical_batch_size"]
     privacy = {
         **given,
-        "expected_batch_size": examples,
+        "expected_batch_size": examples // bands,
+        "bands": bands,
+        **dict.fromkeys(("noise_schedule", "clip_schedule", "adaptive_clipping")),
         "num_train": None,
         "target_epsilon": None,
         "noise_multiplier": noise_multiplier,
@@ -98,7 +105,7 @@ def fit_on_synthetic_images(
 
         def look(trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
             gradients = {name: p.grad for name, p in module.named_parameters() if p.requires_grad}
-            sums = {name: g.detach().cpu() * examples for name, g in gradients.items() if g is not None}
+            sums = {name: g.detach().cpu() * (examples // bands) for name, g in gradients.items() if g is not None}
             releases(next(numbers), sums)
 
         def begin(trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -116,6 +123,7 @@ def fit_on_synthetic_images(
                 f"The model fails on synthetic images with labels: {type(error).__name__}: {error}. Synthetic examples "
                 "need a data module of images and labels."
             ) from error
+        return cli.privacy.private_run.step.noise.coefficients
 
 
 def _replace_data(module: pl.LightningModule, data: Any, columns: Columns, examples: int) -> None:

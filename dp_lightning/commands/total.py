@@ -6,7 +6,6 @@ another folder, a copy of a journal, and two fits that resumed from one checkpoi
 earlier runs that a statement names, since its weights started from theirs, count once too.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.foreign_text import read_json
 from dp_lightning.privacy.accounting import Run, compose, compose_all
 from dp_lightning.privacy.journal import Steps, journal_name, journals_in, read_journal, run_of, spent_in
-from dp_lightning.privacy.statement import STATEMENT_FILE, PrivacyStatement
+from dp_lightning.privacy.statement import STATEMENT_FILE, PrivacyStatement, plain
 
 Kinds = Counter[tuple[float, float]]
-"""How many steps were taken with each ``(noise_multiplier, sample_rate)``."""
+"""How many rounds were begun with each ``(noise_multiplier, sample_rate)``."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,16 @@ class Total:
     """The steps of several runs.
 
     Attributes:
-        steps: the steps of each run, by the run's name.
+        rounds: the rounds of each run, by the run's name.
+        steps: the number of steps of each run; of one whose journal is not there, that of its rounds.
         delta: at which epsilon is computed.
         accountant: the accountant of the runs' plans where they agree, else "prv".
         unit: what one neighbour adds or removes, in words; empty where no run has a statement yet.
         notes: sentences about runs that are not for release, and runs whose earlier training is unknown.
     """
 
-    steps: Mapping[str, Kinds]
+    rounds: Mapping[str, Kinds]
+    steps: Mapping[str, int]
     delta: float
     accountant: str
     unit: str
@@ -44,12 +45,12 @@ class Total:
     @property
     def num_steps(self) -> int:
         """The number of steps of all runs."""
-        return sum(kinds.total() for kinds in self.steps.values())
+        return sum(self.steps.values())
 
     @property
     def epsilon(self) -> float:
         """Epsilon of all runs together, by ``accountant``."""
-        return self.epsilon_of(*self.steps)
+        return self.epsilon_of(*self.rounds)
 
     def epsilon_of(self, *runs: str) -> float:
         """Epsilon of the steps of some runs together, at the same delta."""
@@ -57,10 +58,10 @@ class Total:
 
     def epsilons(self) -> dict[str, float | None]:
         """Epsilon of all runs by every accountant; "pld" is None where dp-accounting is not installed."""
-        return compose_all(self._composed(self.steps), delta=self.delta)
+        return compose_all(self._composed(self.rounds), delta=self.delta)
 
     def _composed(self, runs: Iterable[str]) -> list[Run]:
-        return [(*kind, count) for run in runs for kind, count in self.steps[run].items()]
+        return [(*kind, count) for run in runs for kind, count in self.rounds[run].items()]
 
     @property
     def sentence(self) -> str:
@@ -74,7 +75,7 @@ class Total:
 
     def text(self) -> str:
         """The steps and epsilon of each run and of all together, and what else has to be known of them."""
-        rows = [(run, kinds.total(), self.epsilon_of(run)) for run, kinds in self.steps.items()]
+        rows = [(run, steps, self.epsilon_of(run)) for run, steps in self.steps.items()]
         lines = [f"{'run':<18}{'steps':>8}{f'epsilon by {self.accountant.upper()}':>20}"]
         lines += [f"{run:<18}{steps:>8}{spent:>20.4f}" for run, steps, spent in rows]
         shown = ", ".join(f"{name.upper()} {value:.4f}" for name, value in self.epsilons().items() if value is not None)
@@ -86,22 +87,16 @@ class Total:
 
     def to_dict(self) -> dict[str, Any]:
         """The same in values that JSON can hold; an infinite epsilon is the string "inf"."""
-        return {
-            "epsilon": {name: _number(value) for name, value in self.epsilons().items()},
+        found: dict[str, Any] = {
+            "epsilon": self.epsilons(),
             "delta": self.delta,
             "accountant": self.accountant,
             "unit_of_privacy": self.unit,
             "num_steps": self.num_steps,
-            "runs": {
-                run: {"num_steps": kinds.total(), "epsilon": _number(self.epsilon_of(run))}
-                for run, kinds in self.steps.items()
-            },
+            "runs": {run: {"num_steps": steps, "epsilon": self.epsilon_of(run)} for run, steps in self.steps.items()},
             "notes": self.notes,
         }
-
-
-def _number(value: float | None) -> float | str | None:
-    return "inf" if value == math.inf else value
+        return {name: plain(value) for name, value in found.items()}
 
 
 def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> Total:
@@ -113,7 +108,8 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
 
     Raises:
         DataError: a folder has no journal, or a journal was edited or lacks steps that a statement names.
-        ConfigurationError: the runs protect different units, or no run has a statement and ``delta`` is missing.
+        ConfigurationError: a run was chosen among several, the runs protect different units, or no run has a statement
+            and ``delta`` is missing.
     """
     journals: dict[str, Steps] = {}
     claims: list[PrivacyStatement] = []
@@ -128,7 +124,12 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
             claims.append(PrivacyStatement.from_dict(facts))
             if (release := facts.get("release", "ok")) != "ok":
                 notes.append(f"Run {claims[-1].run} is {release}.")
-    steps: dict[str, Kinds] = {run: spent_in(taken.values()) for run, taken in journals.items()}
+            if claims[-1].choice:
+                raise ConfigurationError(
+                    f"Run {claims[-1].run} was chosen among several, which costs epsilon {facts['epsilon']['rdp']:.4f} "
+                    "by its statement, and more than its steps. Add up epsilons and deltas of statements by hand."
+                )
+    rounds: dict[str, Kinds] = {run: spent_in(taken.values()) for run, taken in journals.items()}
     for claim in claims:
         if claim.ledger.num_steps and claim.journal_head not in journals.get(claim.run, {}):
             raise DataError(
@@ -137,7 +138,7 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
             )
         for run, earlier in claim.ledger.earlier.items():
             kinds = Counter({(sigma, rate): count for sigma, rate, count in earlier})
-            steps[run] = steps.get(run, Counter()) | kinds  # the larger record of the same run
+            rounds[run] = rounds.get(run, Counter()) | kinds  # the larger record of the same run
     for run in journals:
         if run not in {claim.run for claim in claims}:
             notes.append(f"Run {run} has no statement: earlier training of its weights is unknown and not counted.")
@@ -151,4 +152,5 @@ def total_epsilon(folders: Iterable[str | Path], delta: float | None = None) -> 
     accountants = {claim.plan.accountant for claim in claims}
     delta = min(claim.plan.delta for claim in claims) if delta is None else delta
     accountant = accountants.pop() if len(accountants) == 1 else "prv"
-    return Total(steps, delta, accountant, unit=next(iter(units), ""), notes=tuple(dict.fromkeys(notes)))
+    steps = {run: max(kinds.total(), len(journals.get(run, {}))) for run, kinds in rounds.items()}
+    return Total(rounds, steps, delta, accountant, unit=next(iter(units), ""), notes=tuple(dict.fromkeys(notes)))

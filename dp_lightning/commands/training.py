@@ -306,6 +306,8 @@ class TrainingCLI(CommandLine):
         """Print what can be done with the best or last checkpoint of the run."""
         keepers = [one for one in self.trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         named = [path for one in keepers for path in (one.best_model_path, one.last_model_path)]
+        if self.privacy.private_run.ends_at_once:
+            named = [str(self.trainer.ckpt_path)]
         saved = next((Path(path) for path in named if path and Path(path).is_file()), None)
         if saved is None or not self.trainer.is_global_zero:
             return

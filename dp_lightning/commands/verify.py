@@ -8,9 +8,11 @@ copy of the name of the last step that is kept elsewhere (``--head``) reveals th
 
 import argparse
 import hashlib
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", help="the folder of a run or of an export, or a checkpoint")
-    parser.add_argument(
-        "--head",
-        action="append",
-        default=[],
-        help="the name of the last step, from a statement that was kept elsewhere; may be repeated",
-    )
+    kept = "the name of the last step, from a statement that was kept elsewhere; may be repeated"
+    parser.add_argument("--head", action="append", default=[], help=kept)
     return parser
 
 
@@ -197,11 +195,20 @@ def _against_journal(
     if isinstance(steps, str):
         return
     before = up_to(claims.journal_head, steps)
-    counted = spent_in(before.values()) == claims.ledger.totals
+    places = [step.place for step in before.values()]
+    in_rounds = all(place in (0, last + 1) and place < claims.plan.bands for last, place in pairwise([-1, *places]))
+    counted = spent_in(before.values()) == claims.ledger.totals and len(before) == claims.ledger.num_steps
     yield (
         f"{name}: its {claims.ledger.num_steps} steps are those of the journal up to its last step",
-        _unless(counted and claims.journal_head in steps, f"the journal has {len(before)} steps up to there"),
+        _unless(
+            counted and in_rounds and claims.journal_head in steps,
+            f"the journal has {len(before)} steps up to there" if in_rounds else "a round has a wrong number of steps",
+        ),
     )
+    if claims.plan.bands > 1:
+        norm, count = math.hypot(*claims.noise_coefficients), len(claims.noise_coefficients)
+        held = _unless(norm <= 1 + 1e-9 and count <= claims.plan.bands, f"{count} of them have the norm {norm:.6g}")
+        yield f"{name}: its noise coefficients, at most {claims.plan.bands}, have a norm of at most one", held
 
 
 def _differing_at_the_same_steps(claims: PrivacyStatement, checkpoint: PrivacyStatement) -> list[str]:

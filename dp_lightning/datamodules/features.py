@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ class _FeatureSet(TensorDataset):
         return features.float(), label
 
 
+def _of_images(name: str) -> property:
+    return property(attrgetter(f"images.{name}"))
+
+
 class CachedFeatures(lightning.LightningDataModule):
     """Features of a frozen network instead of the images.
 
@@ -70,6 +75,9 @@ class CachedFeatures(lightning.LightningDataModule):
 
     #: Features need no normalisation.
     mean, std = (0.0,), (1.0,)
+    # As of the images.
+    num_classes, num_train, num_train_groups = map(_of_images, ("num_classes", "num_train", "num_train_groups"))
+    class_names, label_names, multi_label = map(_of_images, ("class_names", "label_names", "multi_label"))
 
     def __init__(
         self,
@@ -111,30 +119,6 @@ class CachedFeatures(lightning.LightningDataModule):
         #: The name of the folder changes with the network and the preparation of the images.
         self.folder = Path(cache) / f"{backbone}-{key}"
         self._sets: dict[Split, _FeatureSet] = {}
-
-    @property
-    def num_classes(self) -> int:
-        return self.images.num_classes
-
-    @property
-    def class_names(self) -> list[str] | None:
-        return self.images.class_names
-
-    @property
-    def multi_label(self) -> bool:
-        return self.images.multi_label
-
-    @property
-    def label_names(self) -> list[str]:
-        return self.images.label_names
-
-    @property
-    def num_train(self) -> int:
-        return self.images.num_train
-
-    @property
-    def num_train_groups(self) -> int:
-        return self.images.num_train_groups
 
     @property
     def in_channels(self) -> int:

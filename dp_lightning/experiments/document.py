@@ -6,34 +6,14 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 from urllib.parse import quote
 
 from dp_lightning.atomic_files import replacing
 from dp_lightning.errors import ConfigurationError
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<title>{title}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem;
-  overflow-wrap: break-word; }}
-table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: .3rem .5rem; border-bottom: 1px solid #d5d5d5; text-align: left; vertical-align: top; }}
-figure {{ margin: 1rem 0; }} figure img {{ max-width: 100%; }}
-pre {{ white-space: pre-wrap; border: 1px solid #d5d5d5; padding: .5rem; font-size: .85rem; }}
-</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""
 
 # Okabe and Ito 2008: colour-blind people can tell them apart too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
@@ -105,7 +85,8 @@ class Document:
                 rf'<figure><img alt="\1" src="{data}"><figcaption>\1</figcaption></figure>',
                 body,
             )
-        return _PAGE.format(title=html.escape(self.title), body=body)
+        page = Template(files("dp_lightning.experiments").joinpath("page.html").read_text())
+        return page.substitute(title=html.escape(self.title), body=body)
 
     def write_html(self, name: str) -> Path:
         """Write the HTML file into the folder, and nothing else; returns its path."""
@@ -161,12 +142,6 @@ def figure(page: Document, name: str, caption: str, *, panels: int = 1) -> Itera
         svg = io.StringIO()
         drawn.savefig(svg, format="svg", metadata={"Date": None})
     page.picture(name, caption, svg.getvalue())
-
-
-def place_on_axis(ax: Any, labels: Sequence[str]) -> range:
-    """Positions on the x axis for the points of a grid's axis, evenly spaced and marked with their labels."""
-    ax.set_xticks(range(len(labels)), labels)
-    return range(len(labels))
 
 
 def _escaped(text: str) -> str:

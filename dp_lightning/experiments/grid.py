@@ -122,7 +122,8 @@ class Grid:
             for point in points:
                 settings |= point.settings
             arguments = [option for config in configs for option in ("--config", config)]
-            arguments += [f"--{name}={_text(value)}" for name, value in settings.items()]
+            for name, value in settings.items():
+                arguments.append(f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}")
             labels = {axis: point.label for axis, point in zip(self.axes, points, strict=True)}
             yield Cell(labels, (*arguments, *further))
 
@@ -154,7 +155,3 @@ def _configs(path: Path, content: Any) -> tuple[str, ...]:
     given = [] if content is None else content if isinstance(content, list) else [content]
     files = [(path.parent / str(name), str(name)) for name in given]
     return tuple(str(file.resolve()) if file.is_file() else name for file, name in files)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

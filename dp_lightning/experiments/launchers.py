@@ -9,7 +9,7 @@ import os
 import queue
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -212,5 +212,4 @@ def _failed(folder: str, error: BaseException | None) -> int:
     return -1
 
 
-Launcher = Callable[[Sequence[str], Mapping[str, Any]], Results]
-LAUNCHERS: dict[str, Launcher] = {"local": launch_local, "slurm": launch_slurm, "ray": launch_ray}
+LAUNCHERS = {"local": launch_local, "slurm": launch_slurm, "ray": launch_ray}

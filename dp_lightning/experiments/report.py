@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dp_lightning.experiments.document import Document, figure, place_on_axis, style
+from dp_lightning.experiments.document import Document, figure, style
 from dp_lightning.experiments.grid import SEED, Grid
 from dp_lightning.experiments.results import (
     BESIDE,
@@ -36,7 +36,8 @@ def grid_report(
     Raises:
         ConfigurationError: if matplotlib is not installed.
     """
-    paper = _paper(grid)
+    values = published()["accuracy"][grid.published]["values"] if grid.published else {}
+    paper: Paper = {str(row): {str(x): numbers for x, numbers in columns.items()} for row, columns in values.items()}
     page = Document(grid.title, folder)
     asked = needed(grid, runs)
     page.say(
@@ -60,11 +61,6 @@ def grid_report(
         page.say("No run is finished" + (f", or no {grid.tuned} is chosen yet." if grid.tuned else "."))
     _runs(page, grid, runs, asked)
     return page
-
-
-def _paper(grid: Grid) -> Paper:
-    values = published()["accuracy"][grid.published]["values"] if grid.published else {}
-    return {str(row): {str(column): value for column, value in columns.items()} for row, columns in values.items()}
 
 
 def _in_paper(paper: Paper, grid: Grid, place: Place) -> list[float]:
@@ -133,7 +129,8 @@ def _draw_accuracy(page: Document, grid: Grid, found: Sequence[Place], paper: Pa
                 if label in BESIDE:
                     ax.errorbar([place.mean(label) for place in line], means, bars, label=row, **style(number))
                 else:
-                    x = place_on_axis(ax, [place.labels.get(label, "") for place in line])
+                    x = range(len(line))
+                    ax.set_xticks(x, [place.labels.get(label, "") for place in line])
                     ax.errorbar(x, means, bars, label=row, **style(number))
                     theirs = [(_in_paper(paper, grid, place) or [math.nan])[0] for place in line]
                     ax.plot(x, theirs, linestyle="--", alpha=0.6, **style(number))

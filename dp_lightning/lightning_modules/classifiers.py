@@ -69,7 +69,6 @@ class ResNetModule(ImageClassifier):
             ``cifar`` (3x3 convolution of stride 1) for images of 28 to 64 pixels.
         in_channels: Channels of the images, linked from the data.
         num_groups: Groups of every GroupNorm; it must divide 64.
-        scale_norm: GroupNorm after each addition of a block, as in Klause et al. 2022.
         whitening: Centre and whiten the features before the last layer by random images, if ``weights`` are of
             `dpl pretrain` with this setting; without them it does nothing.
         weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
@@ -85,7 +84,6 @@ class ResNetModule(ImageClassifier):
         stem: Literal["imagenet", "cifar"] = "imagenet",
         in_channels: int = 3,
         num_groups: int = 32,
-        scale_norm: bool = False,
         whitening: bool = False,
         weights: str | None = None,
         multi_label: bool = False,
@@ -97,7 +95,6 @@ class ResNetModule(ImageClassifier):
             stem=stem,
             in_channels=in_channels,
             num_groups=num_groups,
-            scale_norm=scale_norm,
             whitening=whitening,
         )
         super().__init__(model, num_classes, weights=weights, multi_label=multi_label, class_weights=class_weights)

@@ -5,10 +5,9 @@ GroupNorm has as many scales and shifts as BatchNorm, so the parameter counts ar
 """
 
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torchvision.models import resnet
 
 from dp_lightning.errors import ModelError
@@ -17,37 +16,10 @@ from dp_lightning.models.whitening import Whitening
 BASE_CHANNELS = 64
 
 
-class _ScaledBasicBlock(resnet.BasicBlock):
-    """A block of two convolutions with ScaleNorm: a norm after the addition, before the ReLU."""
-
-    def __init__(self, inplanes: int, planes: int, *more: Any, **others: Any) -> None:
-        super().__init__(inplanes, planes, *more, **others)
-        self.scale_norm = nn.GroupNorm(self.bn1.num_groups, planes * self.expansion)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        shortcut = x if self.downsample is None else self.downsample(x)
-        return F.relu(self.scale_norm(inner + shortcut))
-
-
-class _ScaledBottleneck(resnet.Bottleneck):
-    """A block of three convolutions with ScaleNorm."""
-
-    def __init__(self, inplanes: int, planes: int, *more: Any, **others: Any) -> None:
-        super().__init__(inplanes, planes, *more, **others)
-        self.scale_norm = nn.GroupNorm(self.bn1.num_groups, planes * self.expansion)
-
-    def forward(self, x: Tensor) -> Tensor:
-        middle = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
-        shortcut = x if self.downsample is None else self.downsample(x)
-        return F.relu(self.scale_norm(self.bn3(self.conv3(middle)) + shortcut))
-
-
-_Blocks = type[resnet.BasicBlock | resnet.Bottleneck]
-# The kind of block without and with ScaleNorm, and the number of blocks in each of the four stages.
-_STAGES: dict[int, tuple[_Blocks, _Blocks, list[int]]] = {
-    18: (resnet.BasicBlock, _ScaledBasicBlock, [2, 2, 2, 2]),
-    50: (resnet.Bottleneck, _ScaledBottleneck, [3, 4, 6, 3]),
+# The kind of block, and the number of blocks in each of the four stages.
+_STAGES: dict[int, tuple[type[resnet.BasicBlock | resnet.Bottleneck], list[int]]] = {
+    18: (resnet.BasicBlock, [2, 2, 2, 2]),
+    50: (resnet.Bottleneck, [3, 4, 6, 3]),
 }
 
 
@@ -59,7 +31,6 @@ class ResNet(resnet.ResNet):
             about 224 pixels; ``cifar`` is a 3x3 convolution of stride 1 without pooling, for images of 28 to
             64 pixels.
         num_groups: Groups of every GroupNorm; it must divide 64.
-        scale_norm: GroupNorm after each addition of a block, before its ReLU (ScaleNorm, Klause et al. 2022).
         whitening: `Whitening` of the features before the last layer, which pretraining fits.
 
     Raises:
@@ -75,18 +46,12 @@ class ResNet(resnet.ResNet):
         stem: Literal["imagenet", "cifar"] = "imagenet",
         in_channels: int = 3,
         num_groups: int = 32,
-        scale_norm: bool = False,
         whitening: bool = False,
     ) -> None:
         if depth not in _STAGES or stem not in ("imagenet", "cifar"):
             raise ModelError(f"depth must be 18 or 50, and stem imagenet or cifar, not {depth} and {stem!r}")
-        plain, scaled, blocks = _STAGES[depth]
-        super().__init__(
-            scaled if scale_norm else plain,
-            blocks,
-            num_classes=num_classes,
-            norm_layer=partial(nn.GroupNorm, num_groups),
-        )
+        block, blocks = _STAGES[depth]
+        super().__init__(block, blocks, num_classes=num_classes, norm_layer=partial(nn.GroupNorm, num_groups))
         if stem == "cifar":
             self.conv1 = nn.Conv2d(in_channels, BASE_CHANNELS, 3, padding=1, bias=False)
             self.maxpool = nn.Identity()

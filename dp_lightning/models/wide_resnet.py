@@ -18,6 +18,7 @@ more GroupNorm after each addition, which brings the two things that are added t
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,11 +71,6 @@ def normalized_and_activated(norm: nn.GroupNorm, x: Tensor, *, relu_first: bool)
     return norm(F.relu(x)) if relu_first else F.relu(norm(x))
 
 
-def plain_convolution(in_channels: int, out_channels: int, size: int, *, stride: int, padding: int) -> nn.Conv2d:
-    """A convolution without bias, since a norm follows."""
-    return nn.Conv2d(in_channels, out_channels, size, stride=stride, padding=padding, bias=False)
-
-
 def standardized_convolution(in_channels: int, out_channels: int, size: int, *, stride: int, padding: int) -> nn.Conv2d:
     """A convolution with standardised weights, a gain of 1 per output and a bias, as in De et al. 2022."""
     from timm.layers.std_conv import ScaledStdConv2d  # timm is slow to import
@@ -118,7 +114,8 @@ class WideResNet(nn.Module):
         if depth < 10 or (depth - 4) % 6:
             raise ModelError(f"depth must be 6n + 4 (10, 16, 22, 28, 34, 40, ...), not {depth}")
         blocks_per_group = (depth - 4) // 6
-        convolution = standardized_convolution if weight_standardization else plain_convolution
+        # A norm follows each plain convolution, so that a bias would change nothing.
+        convolution = standardized_convolution if weight_standardization else partial(nn.Conv2d, bias=False)
         self.relu_first = relu_first
         self.stem = convolution(in_channels, STEM_CHANNELS, 3, stride=1, padding=1)
         blocks: list[nn.Module] = []

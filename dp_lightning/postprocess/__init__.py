@@ -13,7 +13,6 @@ from dp_lightning.postprocess.matrix import (
     spectral_norm,
 )
 from dp_lightning.postprocess.newton_schulz import newton_schulz
-from dp_lightning.postprocess.noise import NoiseTracker
 from dp_lightning.postprocess.orthogonalize import MagnitudeScale, Orthogonalize
 from dp_lightning.postprocess.scale import NoiseNormalize, Normalize, Scale
 from dp_lightning.postprocess.spectrum import noise_edge, shrunk_values, signal_values
@@ -31,7 +30,6 @@ __all__ = [
     "Momentum",
     "Noise",
     "NoiseNormalize",
-    "NoiseTracker",
     "Normalize",
     "Orthogonalize",
     "Scale",

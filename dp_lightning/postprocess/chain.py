@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.postprocess.entrywise_linear import EntrywiseLinear
 from dp_lightning.postprocess.noise import NoiseTracker
 from dp_lightning.postprocess.transform import Gradients, Noise, State, Transform
 
@@ -27,6 +28,26 @@ class Chain:
         self.noise: Noise = {}
         self._states: list[State] = [{} for _ in self.transforms]
         self._tracker = NoiseTracker(self.transforms)
+
+    def begin_noise(self, coefficients: Sequence[float]) -> None:
+        """Begin a block of noise that is independent of all noise so far.
+
+        Args:
+            coefficients: c_0, ..., c_{b-1} of noise y with sum over j of c_j y_{t-j} = z_t for independent standard
+                normal z_t; ``(1,)`` is independent noise.
+        """
+        self._tracker.begin(coefficients)
+
+    def filtered(self, series: Sequence[float]) -> list[float]:
+        """What the filters before the first transform that is not linear make of a series of numbers, one a step."""
+        values = [torch.tensor(number, dtype=torch.float64) for number in series]
+        for transform in self.transforms:
+            if not isinstance(transform, EntrywiseLinear):
+                break
+            slots: dict[str, Tensor] = {}
+            for step, value in enumerate(values if transform.has_memory else ()):
+                values[step], slots = transform.advance(value, slots, noise=None, shape=torch.Size((2, 2)))
+        return [value.item() for value in values]
 
     def check(self, shapes: Mapping[str, torch.Size], *, noise: float | None) -> None:
         """Refuse what cannot work for these parameters, before the first step.
@@ -72,7 +93,8 @@ class Chain:
 
         Args:
             gradients: parameter name to gradient, in the parameter's shape. They are not changed.
-            noise: standard deviation of the noise in each of their entries, sigma S / B; None where it is not known.
+            noise: sigma S / B, how many times the noise in each of their entries is noise of unit scale; None where it
+                is not known.
 
         Returns:
             The transformed gradients, with the same names, shapes, dtypes and devices. A gradient that no

@@ -184,15 +184,13 @@ class Kalman(EntrywiseLinear):
         ratio = process_to_measurement_ratio
         if (gain is None) == (ratio is None):
             raise ConfigurationError("Kalman: give exactly one of gain and process_to_measurement_ratio")
-        if gain is not None and gain > 1:
+        if gain is not None and not 0 < gain <= 1:
             raise ConfigurationError(
                 f"Kalman: gain must lie in (0, 1], got {gain}. A gain above 1 amplifies the noise (its "
                 f"variance threefold at 1.5). If {gain} is the ratio of process to measurement noise, as "
                 "kappa = 1.5 in Shanmugam et al. 2026 is read here, set process_to_measurement_ratio "
                 "instead: 1.5 settles at a gain of 0.686"
             )
-        if gain is not None and not gain > 0:
-            raise ConfigurationError(f"Kalman: gain must lie in (0, 1], got {gain}")
         if ratio is not None and not (ratio > 0 and math.isfinite(ratio)):
             raise ConfigurationError(f"Kalman: process_to_measurement_ratio must be positive and finite, got {ratio}")
         self.gain = gain

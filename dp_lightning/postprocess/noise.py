@@ -1,11 +1,11 @@
 """The exact noise level of the output of a chain of linear transforms.
 
-Each privatized gradient is a signal plus independent noise N(0, s_t^2) in every entry, with s_t = sigma S / B public. A
-linear chain turns it, at step t, into the noise sum_k h_{t,k} s_k z_k with independent standard normal z_k and public
-weights h_{t,k}. So the noise of one entry, and of everything that the transforms remember of it, is a vector of
-coordinates in the basis z_1, z_2, ...; its length is the standard deviation. The vectors are advanced by each
-transform's own `step`. Only their lengths and the angles between them matter, so after each step the basis is rotated
-into one that has no more dimensions than there are vectors (a QR decomposition): the cost of a step does not grow.
+Each privatized gradient is a signal plus noise s_t y_t in every entry, with s_t = sigma S / B public. y_t is standard
+normal z_t, independent of other steps, or the sum of g_k z_{t-k} over k, where g(x) = 1 / c(x) for public coefficients
+c. A linear chain turns it, at step t, into the noise sum_k h_{t,k} z_k with public weights h_{t,k}. So the noise of one
+entry, and of everything that the transforms remember of it, is a vector of coordinates in the basis z_1, ..., z_t; its
+length is the standard deviation. The vectors are advanced by each transform's own `step`, and the oldest coordinates
+are left out as soon as they hold next to nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dp_lightning.postprocess.entrywise_linear import EntrywiseLinear, Slots
 from dp_lightning.postprocess.transform import Noise, State, Transform
+
+# The share of a vector's squared length below which coordinates are left out: below rounding in the level itself.
+_NOTHING = 1e-16
 
 
 class NoiseTracker:
@@ -29,6 +33,12 @@ class NoiseTracker:
     def __init__(self, transforms: Sequence[Transform]) -> None:
         self._transforms = tuple(transforms)
         self._states: list[State] = [{} for _ in self._transforms]
+        self.begin((1.0,))
+
+    def begin(self, coefficients: Sequence[float]) -> None:
+        """Begin a block of noise that is independent of all noise so far, as `Chain.begin_noise` does."""
+        self._coefficients = torch.tensor(coefficients, dtype=torch.float64)
+        self._unit = torch.empty(0, dtype=torch.float64)  # coordinates of y, that of the latest z last
 
     def step(self, shapes: Mapping[str, torch.Size], noise: float | None) -> list[Noise]:
         """Advance by one step of the chain.
@@ -41,6 +51,7 @@ class NoiseTracker:
         Returns:
             The noise of the input of each transform, and of the output of the last.
         """
+        self._advance()
         levels: list[dict[str, float | None]] = [{} for _ in range(len(self._transforms) + 1)]
         alike: dict[tuple[Any, ...], tuple[list[float | None], list[Slots]]] = {}
         for name, shape in shapes.items():
@@ -58,27 +69,34 @@ class NoiseTracker:
                     state[name] = own
         return list(levels)
 
+    def _advance(self) -> None:
+        """Append the next number of the power series g, until those to come hold nothing."""
+        reach = len(self._coefficients) - 1
+        latest = self._unit[:reach]
+        if len(self._unit) and latest.square().sum() <= _NOTHING * self._unit.square().sum():
+            return
+        follows = float(len(self._unit) == 0) - self._coefficients[1 : len(latest) + 1] @ latest
+        self._unit = torch.cat([follows[None] / self._coefficients[0], self._unit])
+
     def _follow(
         self, shape: torch.Size, chosen: Sequence[bool], slots: Sequence[Slots], noise: float | None
     ) -> tuple[list[float | None], list[Slots]]:
-        """The levels before each transform and after the last, and the new slots."""
+        """The levels before each transform and after the last, and the new slots of each."""
         if noise is None:
             return [None] * (len(self._transforms) + 1), list(slots)
-        known = next((value.numel() for own in slots for value in own.values() if value.ndim), 0)
-        # The coordinates of one entry's noise; the last one is this step's own.
-        entry: Tensor | None = torch.tensor([*[0.0] * known, noise], dtype=torch.float64)
-        levels: list[float | None] = [noise]
-        new_slots: list[Slots] = []
+        known = max((value.numel() for own in slots for value in own.values() if value.ndim), default=0)
+        size = max(known + 1, len(self._unit))
+        entry: Tensor | None = pad(noise * self._unit, (size - len(self._unit), 0))
+        levels, new_slots = [_length(entry)], list[Slots]()
         for transform, here, own in zip(self._transforms, chosen, slots, strict=True):
-            updated = own
+            updated = {key: pad(value, (size - known - 1, 1)) if value.ndim else value for key, value in own.items()}
             if here and isinstance(transform, EntrywiseLinear) and entry is not None:
-                widened = {key: _with_zero(value) if value.ndim else value for key, value in own.items()}
-                entry, updated = transform.advance(entry, widened, noise=levels[-1], shape=shape)
+                entry, updated = transform.advance(entry, updated, noise=levels[-1], shape=shape)
             elif here:
                 entry = None
-            levels.append(None if entry is None else torch.linalg.vector_norm(entry).item())
+            levels.append(_length(entry))
             new_slots.append(updated)
-        return levels, _turned(new_slots)
+        return levels, _without_nothing(new_slots)
 
     def state_dict(self) -> list[State]:
         """Coordinates by transform, parameter and slot."""
@@ -89,18 +107,15 @@ class NoiseTracker:
         self._states = [dict(state) for state in states]
 
 
-def _with_zero(coordinates: Tensor) -> Tensor:
-    return torch.cat([coordinates, coordinates.new_zeros(1)])
+def _length(entry: Tensor | None) -> float | None:
+    return None if entry is None else torch.linalg.vector_norm(entry).item()
 
 
-def _turned(slots: list[Slots]) -> list[Slots]:
-    """The same vectors in a basis of the space that they span; their lengths and angles are unchanged."""
-    places = [(i, key) for i, own in enumerate(slots) for key, value in own.items() if value.ndim]
-    if not places:
+def _without_nothing(slots: list[Slots]) -> list[Slots]:
+    """The same vectors without their first coordinates, where these hold next to nothing of any of them."""
+    vectors = [value for own in slots for value in own.values() if value.ndim]
+    if not vectors:
         return slots
-    vectors = torch.stack([slots[i][key] for i, key in places], dim=1)
-    coordinates = torch.linalg.qr(vectors, mode="r").R
-    turned = [dict(own) for own in slots]
-    for column, (i, key) in enumerate(places):
-        turned[i][key] = coordinates[:, column].clone()
-    return turned
+    held = torch.stack(vectors).square().cumsum(1)
+    empty = int((held <= _NOTHING * held[:, -1:]).all(0).sum())
+    return [{key: value[empty:] if value.ndim else value for key, value in own.items()} for own in slots]

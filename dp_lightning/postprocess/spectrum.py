@@ -38,8 +38,10 @@ def signal_values(values: Tensor, rows: int, columns: int, noise: Tensor) -> Ten
         noise: the level, (...). Where it is zero the values are returned as they are.
     """
     y, beta, scale = _normalized(values, rows, columns, noise)
-    found = torch.where(scale > 0, scale * _signal(y, beta), values)
-    return found.to(values.dtype)
+    inner = y.square() - beta - 1
+    z = ((inner + (inner.square() - 4 * beta).clamp_min(0).sqrt()) / 2).clamp_min(0).sqrt()
+    signal = torch.where(y > 1 + math.sqrt(beta), z, 0.0)
+    return torch.where(scale > 0, scale * signal, values).to(values.dtype)
 
 
 def shrunk_values(values: Tensor, rows: int, columns: int, noise: Tensor) -> Tensor:
@@ -65,9 +67,3 @@ def _normalized(values: Tensor, rows: int, columns: int, noise: Tensor) -> tuple
     short, long = min(rows, columns), max(rows, columns)
     scale = noise.double().unsqueeze(-1) * math.sqrt(long)
     return values.double() / scale, short / long, scale
-
-
-def _signal(y: Tensor, beta: float) -> Tensor:
-    inner = y.square() - beta - 1
-    z = ((inner + (inner.square() - 4 * beta).clamp_min(0).sqrt()) / 2).clamp_min(0).sqrt()
-    return torch.where(y > 1 + math.sqrt(beta), z, 0.0)

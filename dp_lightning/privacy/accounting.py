@@ -33,11 +33,12 @@ from dp_lightning.privacy.ranges import check_count, check_delta, check_noise_mu
 ACCOUNTANTS = ("prv", "rdp", "pld")
 
 Run = tuple[float, float, int]
-"""``(noise_multiplier, sample_rate, count)``: `count` logical steps with the same noise and rate."""
+"""``(noise_multiplier, sample_rate, count)``: `count` rounds with the same noise and rate. A round is one logical step,
+or with correlated noise b steps, of which an example takes part in one (``bands``)."""
 
-# Opacus' grid, widened: orders near 1 matter for epsilon above 100, large ones for epsilon below 0.1. The
-# binomial coefficients of orders above 1024 overflow float64.
-_ORDERS = (
+#: Opacus' grid, widened: orders near 1 matter for epsilon above 100, large ones for epsilon below 0.1. The binomial
+#: coefficients of orders above 1024 overflow float64.
+ORDERS = (
     [1.001, 1.005, 1.01, 1.02, 1.05]
     + [1 + x / 10 for x in range(1, 100)]
     + list(range(11, 64))
@@ -117,33 +118,32 @@ def check_accountant(name: str) -> None:
 
 
 class Ledger:
-    """The record of the logical steps that were taken. It can only grow.
+    """The record of the logical steps that were taken, and of their rounds, which cost epsilon. It can only grow.
+
+    A round counts as soon as its first step is taken.
 
     Its state has plain Python types, so that a checkpoint that holds it loads with ``torch.load(weights_only=True)``.
 
     Attributes:
-        totals: how many steps were taken with each ``(noise_multiplier, sample_rate)``, without earlier runs.
-        earlier: steps that the weights had taken before, in other runs, by the runs' names. Epsilon counts them.
+        totals: how many rounds were begun with each ``(noise_multiplier, sample_rate)``, without earlier runs.
+        num_steps: how many logical steps were taken, without earlier runs.
+        earlier: rounds that the weights had taken before, in other runs, by the runs' names. Epsilon counts them.
     """
 
     def __init__(self) -> None:
         self.totals: Counter[tuple[float, float]] = Counter()
+        self.num_steps = 0
         self.earlier: dict[str, tuple[Run, ...]] = {}
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """``(noise_multiplier, sample_rate, count)`` of each kind of step, in the order of their first ones."""
+        """``(noise_multiplier, sample_rate, count)`` of each kind of round, in the order of their first ones."""
         return tuple((*kind, count) for kind, count in self.totals.items())
 
     @property
-    def num_steps(self) -> int:
-        """The number of logical steps recorded, without earlier runs."""
-        return self.totals.total()
-
-    @property
-    def earlier_steps(self) -> list[Run]:
-        """The steps of earlier runs."""
-        return [run for runs in self.earlier.values() for run in runs]
+    def spent(self) -> tuple[Run, ...]:
+        """``runs``, and the rounds of earlier runs."""
+        return *(run for runs in self.earlier.values() for run in runs), *self.runs
 
     def count_earlier(self, runs: Mapping[str, Sequence[Run]]) -> None:
         """Add the steps of earlier runs, by the runs' names; of a run that is known, the longer record counts.
@@ -157,22 +157,28 @@ class Ledger:
             if sum(run[2] for run in checked) > sum(run[2] for run in known):
                 self.earlier[str(name)] = checked
 
-    def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Add one logical step. Raises ConfigurationError for values outside their ranges."""
-        self.totals += _totals([_check_run(noise_multiplier, sample_rate, 1)])
+    def record(self, *, noise_multiplier: float, sample_rate: float, place: int = 0) -> None:
+        """Add one logical step, the ``place``-th of its round, from 0 on.
+
+        Raises:
+            ConfigurationError: for values outside their ranges.
+        """
+        begun = _totals([_check_run(noise_multiplier, sample_rate, 1)])
+        self.totals += begun if place == 0 else Counter()
+        self.num_steps += 1
 
     def epsilon(self, *, delta: float, accountant: str = "prv") -> float:
         """Epsilon spent by the recorded steps and those of earlier runs at `delta`."""
-        return compose([*self.earlier_steps, *self.runs], delta=delta, accountant=accountant)
+        return compose(self.spent, delta=delta, accountant=accountant)
 
     def epsilons(self, *, delta: float) -> dict[str, float | None]:
         """Epsilon spent, by every accountant; "pld" is None where dp-accounting is not installed."""
-        return compose_all([*self.earlier_steps, *self.runs], delta=delta)
+        return compose_all(self.spent, delta=delta)
 
     def state_dict(self) -> dict[str, Any]:
         """The runs as lists ``[noise_multiplier, sample_rate, count]`` under "runs"; "earlier" has more by name."""
         earlier = {name: [list(run) for run in runs] for name, runs in self.earlier.items()}
-        return {"runs": [list(run) for run in self.runs], "earlier": earlier}
+        return {"runs": [list(run) for run in self.runs], "steps": self.num_steps, "earlier": earlier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the record by a saved one that holds at least the same steps. No earlier run is forgotten.
@@ -184,16 +190,19 @@ class Ledger:
         loaded = Ledger()
         try:
             loaded.totals = _totals(_check_run(*run) for run in state["runs"])
+            loaded.num_steps = int(state["steps"])
             loaded.count_earlier(state.get("earlier", {}))
-        except (KeyError, TypeError, AttributeError, ConfigurationError) as error:
+            if not min(loaded.num_steps, 1) <= loaded.totals.total() <= loaded.num_steps:
+                raise ConfigurationError(f"{loaded.totals.total()} rounds do not have {loaded.num_steps} steps.")
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigurationError) as error:
             raise ConfigurationError(f"The saved ledger is malformed: {error}") from None
-        if not self.totals <= loaded.totals:
+        if not self.totals <= loaded.totals or self.num_steps > loaded.num_steps:
             raise BudgetError(
                 f"The saved ledger holds {loaded.num_steps} steps and lacks some of the {self.num_steps} "
                 "already taken. A ledger cannot forget steps: resume from a later checkpoint, or start a "
                 "new process."
             )
-        self.totals = loaded.totals
+        self.totals, self.num_steps = loaded.totals, loaded.num_steps
         self.count_earlier(loaded.earlier)
 
 
@@ -213,21 +222,38 @@ def _check_run(noise_multiplier: float, sample_rate: float, count: int) -> Run:
 
 
 def _rdp_epsilon(runs: Sequence[Run], delta: float) -> float:
-    """min over a of R(a) + log(1 - 1/a) - (log delta + log a)/(a-1), R summed over steps (Balle 2020)."""
-    best = math.inf
+    return epsilon_of(divergences_of(runs), delta)
+
+
+def divergences_of(runs: Iterable[Run]) -> list[float]:
+    """The Renyi divergence R(a) of all ``runs`` together, at each of ``ORDERS``."""
     steps = [(count, _divergences(sigma, q)) for sigma, q, count in runs]
-    for place, order in enumerate(_ORDERS):
-        total = sum(count * divergences[place] for count, divergences in steps)
-        bound = total + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
+    return [sum(count * divergences[place] for count, divergences in steps) for place in range(len(ORDERS))]
+
+
+def epsilon_of(divergences: Sequence[float], delta: float) -> float:
+    """min over a of R(a) + log(1 - 1/a) - (log delta + log a)/(a-1) (Balle et al. 2020), at least 0."""
+    best = math.inf
+    for order, divergence in zip(ORDERS, divergences, strict=True):
+        bound = divergence + math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
         best = min(best, bound)
     return float(max(0.0, best))
 
 
+def delta_of(divergences: Sequence[float], epsilon: float) -> float:
+    """The delta at which the same bound gives ``epsilon``, at most 1."""
+    logs = [
+        (order - 1) * (divergence + math.log1p(-1 / order) - epsilon) - math.log(order)
+        for order, divergence in zip(ORDERS, divergences, strict=True)
+    ]
+    return math.exp(min(0.0, *logs))
+
+
 @functools.lru_cache(maxsize=1024)
 def _divergences(sigma: float, q: float) -> tuple[float, ...]:
-    """The Renyi divergence R(a) of one step at each of ``_ORDERS``."""
+    """The Renyi divergence R(a) of one step at each of ``ORDERS``."""
     # Where that of one order is beyond float64, the others bound epsilon without it.
-    found = renyi.divergences(sigma, q, _ORDERS).tolist()
+    found = renyi.divergences(sigma, q, ORDERS).tolist()
     return tuple(math.inf if math.isnan(divergence) else divergence for divergence in found)
 
 

@@ -92,7 +92,7 @@ class Examples:
                     continue
                 gradients = self._gradients(loss, unflatten(mine, batch.structure))
             total.begin(1)
-            total.take(PerExample(gradients, "one by one"))
+            total.take(PerExample(gradients))
             total.end()
 
     def _advance(self, loss: Loss, synthetic: Any) -> None:

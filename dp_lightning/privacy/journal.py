@@ -52,11 +52,13 @@ class Step:
     """A line of a journal.
 
     Attributes:
+        place: place of the step in its round, from 0 on.
         nonce: random text that tells two steps after the same step apart.
     """
 
     noise_multiplier: float
     sample_rate: float
+    place: int
     nonce: str
 
     def name(self, run: str, before: str) -> str:
@@ -76,8 +78,8 @@ def up_to(head: str, steps: Mapping[str, Step]) -> Steps:
 
 
 def spent_in(steps: Iterable[Step]) -> Counter[tuple[float, float]]:
-    """How many steps there are of each noise multiplier and sample rate."""
-    return Counter((step.noise_multiplier, step.sample_rate) for step in steps)
+    """How many rounds there are of each noise multiplier and sample rate."""
+    return Counter((step.noise_multiplier, step.sample_rate) for step in steps if step.place == 0)
 
 
 def journal_of(steps: Mapping[str, Step]) -> bytes:
@@ -98,8 +100,8 @@ def read_journal(path: Path, run: str) -> Steps:
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         try:
             entry = json.loads(line)
-            step = Step(float(entry["noise_multiplier"]), float(entry["sample_rate"]), str(entry["nonce"]))
-            claimed = entry["step"]
+            sigma, q = float(entry["noise_multiplier"]), float(entry["sample_rate"])
+            step, claimed = Step(sigma, q, int(entry["place"]), str(entry["nonce"])), entry["step"]
         except (ValueError, TypeError, KeyError):
             continue
         if claimed != (name := step.name(run, name)):
@@ -134,8 +136,8 @@ class Journal:
     @property
     def ledger(self) -> Ledger:
         """The steps as a ledger."""
-        ledger = Ledger()
-        ledger.load_state_dict({"runs": [[*spent, count] for spent, count in spent_in(self.steps.values()).items()]})
+        ledger, rounds = Ledger(), spent_in(self.steps.values())
+        ledger.load_state_dict({"runs": [[*kind, count] for kind, count in rounds.items()], "steps": len(self.steps)})
         return ledger
 
     def path(self, folder: Path) -> Path:
@@ -163,14 +165,14 @@ class Journal:
             )
         self.steps = dict(more)
         if ledger is not None:
-            for spent in (ledger.totals - spent_in(self.steps.values())).elements():
-                self._add(*spent)
+            for kind in (ledger.totals - spent_in(self.steps.values())).elements():
+                self._add(*kind, place=0)
         self._append(path, len(there))
         for known_path, (held, _) in self._files.items():
             self._append(known_path, held)
 
-    def record(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Write one step to disk, in every folder.
+    def record(self, *, noise_multiplier: float, sample_rate: float, place: int = 0) -> None:
+        """Write one step to disk, in every folder, the ``place``-th of its round.
 
         Raises:
             DataError: when a file cannot be written; the step must not be released.
@@ -181,12 +183,12 @@ class Journal:
                     f"The journal of steps {path} was changed by another process. Two processes must not run "
                     "the same run at once: stop one of them, and resume from the newest checkpoint."
                 )
-        self._add(noise_multiplier, sample_rate)
+        self._add(noise_multiplier, sample_rate, place)
         for path, (count, _) in self._files.items():
             self._append(path, count)
 
-    def _add(self, noise_multiplier: float, sample_rate: float) -> None:
-        step = Step(noise_multiplier, sample_rate, secrets.token_hex(8))
+    def _add(self, noise_multiplier: float, sample_rate: float, place: int) -> None:
+        step = Step(noise_multiplier, sample_rate, place, secrets.token_hex(8))
         self.steps[step.name(self.run, self.head)] = step
 
     def _append(self, path: Path, count: int) -> None:

@@ -3,13 +3,15 @@
 With N training examples, an expected batch of B, T logical steps and noise multiplier sigma, every step
 draws each example with probability q = B/N and adds N(0, sigma^2 S^2 I) to a sum of sensitivity S. The plan
 knows epsilon(sigma, q, T, delta); calibration finds the smallest sigma with epsilon <= target. q is the
-quotient B/N itself, never one over the length of a loader.
+quotient B/N itself, never one over the length of a loader. Noise with b bands (``bands``) costs as much as
+ceil(T / b) steps with q = b B / N.
 """
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 
 from scipy.optimize import brentq
@@ -17,6 +19,7 @@ from scipy.optimize import brentq
 from dp_lightning.errors import BudgetError, ConfigurationError
 from dp_lightning.privacy.accounting import Run, check_accountant, compose, compose_all
 from dp_lightning.privacy.ranges import check_count, check_delta, check_noise_multiplier, is_number
+from dp_lightning.privacy.schedules import Schedule
 
 # Relative width of the interval in which calibration places the noise multiplier.
 TOLERANCE = 1e-4
@@ -24,11 +27,6 @@ _LARGEST_NOISE_MULTIPLIER = 1e6
 # The share of a target after which no further step is planned. With the last 1 %, as many steps again need three to
 # seven times the noise of those before (B/N from 0.02 to 0.3, epsilon from 1 to 8); with 0.01 %, thousands of times.
 _NEARLY_ALL = 0.99
-#: What to say of a plan that is ``priced_by_renyi``, with the setting.
-BEYOND_PRV = (
-    "PRV finds no epsilon below the Renyi bound here, so the bound stands in for it. {} may need less noise "
-    "(pip install 'dp-lightning[pld]')."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +38,8 @@ class RunShape:
         expected_batch_size: B, the expected number of examples in a logical batch, over all ranks.
         num_steps: T, the number of logical optimizer steps.
         delta: below 1/num_train.
+        bands: b, at most N/B: over how many steps noise is correlated; 1 is independent noise.
+        noise_schedule: how the noise multiplier changes over the steps; None keeps it.
 
     Raises:
         ConfigurationError: a value is outside its range; the message names it.
@@ -49,6 +49,8 @@ class RunShape:
     expected_batch_size: int
     num_steps: int
     delta: float
+    bands: int = 1
+    noise_schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         if self.num_train == 0:
@@ -64,6 +66,12 @@ class RunShape:
                 f"expected_batch_size must be at most num_train = {self.num_train}; got {self.expected_batch_size}. "
                 "Lower privacy.expected_batch_size: it counts what num_train counts, examples, or persons under "
                 "unit_of_privacy: group."
+            )
+        check_count("bands", self.bands)
+        if self.bands * self.expected_batch_size > self.num_train:
+            raise ConfigurationError(
+                f"bands must be at most N/B = {self.num_train // self.expected_batch_size}, since each step draws from "
+                f"one of {self.bands} groups of the examples. Lower privacy.bands or privacy.expected_batch_size."
             )
         check_delta(self.delta)
         if self.delta >= 1 / self.num_train:
@@ -113,8 +121,38 @@ class RunShape:
 
     @property
     def sample_rate(self) -> float:
-        """q, the probability with which a step draws each example."""
-        return self.expected_batch_size / self.num_train
+        """q, the probability with which a step draws each example of its group, b B / N."""
+        return self.bands * self.expected_batch_size / self.num_train
+
+    @property
+    def epochs(self) -> float:
+        """How often an example is drawn in expectation, T B / N."""
+        return self.num_steps * self.expected_batch_size / self.num_train
+
+    def noise_at(self, noise_multiplier: float, begins: int) -> float:
+        """The noise multiplier of a round.
+
+        Args:
+            noise_multiplier: sigma, that of the first steps.
+            begins: number of the first step of the round.
+        """
+        schedule = self.noise_schedule
+        return noise_multiplier if schedule is None else noise_multiplier * schedule.factor(begins, self.num_steps)
+
+    def rounds(self, noise_multiplier: float, first: int = 0, last: int | None = None) -> tuple[Run, ...]:
+        """The rounds that begin with a step from ``first`` on and before ``last``, in a block that ``first`` begins.
+
+        An example takes part in a round once at most.
+
+        Args:
+            noise_multiplier: sigma.
+            first, last: numbers of steps; None is the end of the run.
+        """
+        begins = range(first, self.num_steps if last is None else last, self.bands)
+        if self.noise_schedule is None:
+            return ((noise_multiplier, self.sample_rate, len(begins)),) if begins else ()
+        found = Counter(self.noise_at(noise_multiplier, step) for step in begins)
+        return tuple((sigma, self.sample_rate, count) for sigma, count in found.items())
 
     def with_noise(
         self, noise_multiplier: float, *, accountant: str = "prv", target_epsilon: float | None = None
@@ -130,16 +168,16 @@ class RunShape:
         target_epsilon: float,
         *,
         accountant: str = "prv",
-        taken: Sequence[Run] = (),
-        earlier: Sequence[Run] = (),
+        spent: Sequence[Run] = (),
+        steps_taken: int = 0,
     ) -> "PrivacyPlan":
         """The plan with the smallest noise multiplier, to 1e-4, whose epsilon is at most ``target_epsilon``.
 
         Args:
             target_epsilon, accountant: as in the plan.
-            taken: steps of the ``num_steps`` that were taken with other noise. The noise is then that of the
-                steps which are left, so that all of them together meet the target.
-            earlier: steps that the weights had taken before the run, which count too.
+            spent: rounds that count: those of the first ``steps_taken`` of the ``num_steps``, and those that the
+                weights had taken before the run. The noise is then that of the steps which are left, so that all of
+                them together meet the target.
 
         Raises:
             ConfigurationError: a value is outside its range, or no noise multiplier below 1e6 reaches the
@@ -148,30 +186,28 @@ class RunShape:
         """
         check_accountant(accountant)
         _check_target(target_epsilon)
-        behind = [*earlier, *taken]
-        steps = self.num_steps - sum(count for _, _, count in taken)
-        if steps < 1:
+        if steps_taken >= self.num_steps:
             raise BudgetError(
-                f"num_steps is {self.num_steps} and {self.num_steps - steps} are taken already. Plan more steps: "
+                f"num_steps is {self.num_steps} and {steps_taken} are taken already. Plan more steps: "
                 "trainer.max_epochs or trainer.max_steps."
             )
-        before = compose(behind, delta=self.delta, accountant=accountant)
+        before = compose(spent, delta=self.delta, accountant=accountant)
         if before >= _NEARLY_ALL * target_epsilon:
             raise BudgetError(
-                f"The {sum(count for _, _, count in behind)} steps taken have spent epsilon {before:.4g} by "
+                f"The steps taken have spent epsilon {before:.4g} by "
                 f"{accountant.upper()}, and target_epsilon is {target_epsilon:g}: too little is left for another step. "
                 "Raise the target."
             )
 
-        def spent(noise_multiplier: float, by: str = accountant) -> float:
-            return compose([*behind, (noise_multiplier, self.sample_rate, steps)], delta=self.delta, accountant=by)
+        def epsilon(noise_multiplier: float, by: str = accountant) -> float:
+            return compose([*spent, *self.rounds(noise_multiplier, steps_taken)], delta=self.delta, accountant=by)
 
         noise_multiplier = 1.0
-        if not behind or accountant == "rdp":
+        if not spent or accountant == "rdp":
             # The Renyi bound is cheap and never below the others, so its solution starts their search from above.
-            noise_multiplier = _smallest_noise(lambda sigma: spent(sigma, "rdp"), target_epsilon, start=1.0)
+            noise_multiplier = _smallest_noise(lambda sigma: epsilon(sigma, "rdp"), target_epsilon, start=1.0)
         if accountant != "rdp":
-            noise_multiplier = _smallest_noise(spent, target_epsilon, start=noise_multiplier)
+            noise_multiplier = _smallest_noise(epsilon, target_epsilon, start=noise_multiplier)
         return self.with_noise(noise_multiplier, accountant=accountant, target_epsilon=target_epsilon)
 
 
@@ -180,8 +216,8 @@ class PrivacyPlan(RunShape):
     """What a run has promised to do; none of it depends on the data.
 
     Args:
-        num_train, expected_batch_size, num_steps, delta: N, B, T and delta, as in `RunShape`.
-        noise_multiplier: sigma, noise standard deviation over sensitivity; 0 means no privacy.
+        num_train, expected_batch_size, num_steps, delta, bands, noise_schedule: as in `RunShape`.
+        noise_multiplier: sigma of the first steps, noise standard deviation over sensitivity; 0 means no privacy.
         accountant: whose epsilon the plan has to keep, "prv", "rdp" or "pld".
         target_epsilon: the budget, or None.
 
@@ -200,40 +236,41 @@ class PrivacyPlan(RunShape):
         if self.target_epsilon is not None:
             _check_target(self.target_epsilon)
 
-    def noise_on_sum(self, sensitivity: float) -> float:
-        """Standard deviation of the noise in each entry of the clipped sum, sigma S.
-
-        Args:
-            sensitivity: S, the L2 sensitivity of the sum; C under flat clipping.
-        """
-        return self.noise_multiplier * sensitivity
-
     def noise_level(self, sensitivity: float) -> float:
-        """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B."""
-        return self.noise_on_sum(sensitivity) / self.expected_batch_size
+        """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B, in the first steps."""
+        return self.noise_multiplier * sensitivity / self.expected_batch_size
 
     def epsilon(self, accountant: str | None = None, num_steps: int | None = None) -> float:
         """Epsilon after `num_steps` steps (all by default), by `accountant` (the plan's by default)."""
-        run = self.noise_multiplier, self.sample_rate, self.num_steps if num_steps is None else num_steps
-        return compose([run], delta=self.delta, accountant=accountant or self.accountant)
+        runs = self.rounds(self.noise_multiplier, last=num_steps)
+        return compose(runs, delta=self.delta, accountant=accountant or self.accountant)
 
     def epsilons(self) -> dict[str, float | None]:
         """Epsilon of the whole plan by "prv", "rdp" and "pld"; None for "pld" where it is not installed."""
-        return compose_all([(self.noise_multiplier, self.sample_rate, self.num_steps)], delta=self.delta)
+        return compose_all(self.rounds(self.noise_multiplier), delta=self.delta)
 
-    @property
-    def priced_by_renyi(self) -> bool:
-        """Whether PRV finds no epsilon below the Renyi bound, such as for an epsilon of a million."""
-        return self.accountant == "prv" and self.noise_multiplier > 0 and self.epsilon() == self.epsilon("rdp")
 
-    def noise_norm(self, *, num_parameters: int, sensitivity: float) -> float:
-        """Root mean square norm of the noise in one privatized gradient, sigma * S * sqrt(d) / B.
+def best_bands(shape: RunShape, target_epsilon: float) -> int:
+    """The power of two b at which noise leaves the smallest ``error_of_noise``, to a hundredth the smallest such b."""
+    most = min(shape.num_train // shape.expected_batch_size, shape.num_steps)
+    choices = [1 << power for power in range(most.bit_length())]
+    return min(choices, key=lambda bands: round(error_of_noise(replace(shape, bands=bands), target_epsilon), 2))
 
-        Args:
-            num_parameters: d, the number of trained parameters.
-            sensitivity: S, as in `noise_on_sum`.
-        """
-        return self.noise_level(sensitivity) * math.sqrt(num_parameters)
+
+@functools.lru_cache(maxsize=256)
+def error_of_noise(shape: RunShape, target_epsilon: float) -> float:
+    """The error that the noise for a target leaves in the weights, over that of independent noise.
+
+    The noise multipliers are those of the Renyi bound, and the errors those of ``bands``, where weights are a sum of
+    gradients.
+    """
+    from dp_lightning.privacy.bands import coefficients, error  # they import torch, which takes seconds
+
+    def left(bands: int) -> float:
+        plan = replace(shape, bands=bands).calibrate(target_epsilon, accountant="rdp")
+        return plan.noise_multiplier * error(coefficients(bands, shape.num_steps), shape.num_steps)
+
+    return left(shape.bands) / left(1)
 
 
 def steps_of_epoch(num_train: int, expected_batch_size: int) -> int:

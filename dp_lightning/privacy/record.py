@@ -29,6 +29,7 @@ class RunRecord:
         earlier_training: what else trained the weights before the run, in words.
         unit: what one neighbour adds or removes, in words.
         reproducible: whether the noise of the run follows from a seed that is written down.
+        noise_coefficients: c of the latest steps' noise, as ``bands`` has them.
         faults: reasons that keep the run from release, in words; a step may add one.
     """
 
@@ -38,17 +39,20 @@ class RunRecord:
     earlier_training: list[str] = field(default_factory=list)
     unit: str = ONE_EXAMPLE
     reproducible: bool = False
+    noise_coefficients: tuple[float, ...] = (1.0,)
     faults: set[str] = field(default_factory=set)
 
-    def count(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Count one step, first in the journal, then in the ledger; the step's result may be released afterwards.
+    def count(self, *, noise_multiplier: float, sample_rate: float, place: int = 0) -> None:
+        """Count one step, the ``place``-th of its round, first in the journal, then in the ledger.
+
+        The step's result may be released afterwards.
 
         Raises:
             DataError: when the journal cannot be written; the step must not be released.
         """
         if self.journal is not None:
-            self.journal.record(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
-        self.ledger.record(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+            self.journal.record(noise_multiplier=noise_multiplier, sample_rate=sample_rate, place=place)
+        self.ledger.record(noise_multiplier=noise_multiplier, sample_rate=sample_rate, place=place)
 
 
 # For each parameter, and for each gradient that was released for one: the records of the runs that have released
@@ -91,7 +95,7 @@ def note_earlier_training(
             continue
         behind = RunRecord(run=claims.run, ledger=claims.ledger, unit=claims.unit_of_privacy)
         behind.earlier_training, behind.reproducible = list(claims.earlier_training), claims.reproducible
-        behind.faults = set(claims.faults)
+        behind.faults = claims.lasting_faults
         trainings.append(behind)
     for training in (training for training in trainings if training.run != record.run):
         words += training.earlier_training

@@ -18,8 +18,11 @@ from typing import Any
 
 from dp_lightning.atomic_files import replacing
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.privacy.accounting import Ledger, Run, best_guess
+from dp_lightning.foreign_text import read_json
+from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, Run, best_guess
+from dp_lightning.privacy.choice import epsilon_of_choice
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.schedules import Schedule
 
 #: The version of a package; to find it, all of its metadata are read.
 installed = cache(version)
@@ -36,11 +39,18 @@ _ISOLATION = {
     "together": "by construction, since the loss runs under vmap, where it sees a single example",
     "one_by_one": "example by example, where the code is trusted to keep nothing from one example to the next",
 }
+_CHANGING_NORM = {
+    "schedule": "The sensitivity below is that of the first steps, and changes with the clipping norm by a schedule. ",
+    "adaptive": "The sensitivity below is that of the first step, and changes with the clipping norm, which follows a "
+    "quantile (Andrew et al. 2021): each step also releases, with noise, how many of its examples have a norm of at "
+    "most the clipping norm, and both releases together cost what the noise multiplier says. ",
+}
 # What no run's epsilon covers.
 _NEVER_COVERED = (
     "Weights that the run started from, and the statistics of frozen normalisation layers that came with them: if they "
     "were trained on the same examples, what that run has spent adds to this epsilon.",
-    "Hyperparameter search: other runs on the same data spend their own epsilon, and so does choosing among them.",
+    "Hyperparameter search that the guarantee does not name: other runs on the same data spend their own epsilon, and "
+    "so does choosing among them.",
     "The choice of an epoch or a learning rate by a score on test or validation data: that data is not protected, and "
     "the best test score is not an unbiased one.",
     "Floating-point arithmetic: the theorem is about real numbers, and Gaussian noise in floating point has gaps that "
@@ -59,6 +69,7 @@ class PrivacyStatement:
             parameters.
         sensitivity: L2 sensitivity of the clipped sum under the stated neighbours.
         sampler: how batches were drawn, in words.
+        noise_coefficients: c of the latest steps, as ``bands`` has them; one coefficient stands for independent noise.
         unit_of_privacy: what one neighbour adds or removes.
         unprotected: log tags of everything computed from raw training examples, and what else was written that may be.
         examples: how the loss saw one example at a time, ``together`` or ``one_by_one``.
@@ -73,6 +84,7 @@ class PrivacyStatement:
         faults: what has happened during the run that keeps it from release, in words.
         weights: SHA-256 of the parameters and buffers that it speaks of (``weights.digest_of``).
         versions: package name to version.
+        choice: where the run was chosen among several, the facts that `epsilon_of_choice` takes, without delta.
         files: of an export, the SHA-256 of each file that was written with the statement, by its name.
     """
 
@@ -81,6 +93,7 @@ class PrivacyStatement:
     clipping: dict[str, Any]
     sensitivity: float
     sampler: str
+    noise_coefficients: tuple[float, ...] = (1.0,)
     unit_of_privacy: str = ONE_EXAMPLE
     unprotected: tuple[str, ...] = ()
     examples: str = "together"
@@ -95,6 +108,7 @@ class PrivacyStatement:
     faults: tuple[str, ...] = ()
     weights: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    choice: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,7 +118,7 @@ class PrivacyStatement:
         """The values that `from_dict` reads, as JSON and a checkpoint can hold them; no epsilon is computed."""
         own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("plan", "ledger")}
         ledger = self.ledger.state_dict()
-        plain: dict[str, Any] = _plain(
+        found: dict[str, Any] = plain(
             {
                 **asdict(self.plan),
                 "sample_rate": self.plan.sample_rate,
@@ -115,7 +129,7 @@ class PrivacyStatement:
                 **own,
             }
         )
-        return plain
+        return found
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> "PrivacyStatement":
@@ -126,8 +140,11 @@ class PrivacyStatement:
         """
         try:
             plan = {item.name: facts[item.name] for item in fields(PrivacyPlan) if item.name != "num_steps"}
+            if plan["noise_schedule"] is not None:
+                plan["noise_schedule"] = Schedule(**plan["noise_schedule"])
             ledger = Ledger()
-            ledger.load_state_dict({"runs": facts["ledger"], "earlier": facts["earlier_runs"]})
+            saved = {"runs": facts["ledger"], "steps": facts["num_steps"], "earlier": facts["earlier_runs"]}
+            ledger.load_state_dict(saved)
             known = {item.name for item in fields(cls)} - {"plan", "ledger"}
             rest: dict[str, Any] = {
                 name: tuple(facts[name]) if isinstance(facts[name], list) else facts[name] for name in known
@@ -136,9 +153,26 @@ class PrivacyStatement:
         except (KeyError, TypeError, ValueError, DpLightningError) as error:
             raise DataError(f"This is not a privacy statement: {type(error).__name__}: {error}") from error
 
+    @classmethod
+    def read(cls, path: Path) -> "PrivacyStatement":
+        """The statement in a file that `write` has written.
+
+        Raises:
+            DataError: where it is none.
+        """
+        return cls.from_dict(read_json(path))
+
     @cached_property
     def epsilon(self) -> dict[str, float | None]:
-        """Epsilon of the steps taken, by every accountant; infinite where the run is not private."""
+        """Epsilon of the steps taken, by every accountant; infinite where the run is not private.
+
+        Where the run was chosen among several, epsilon of the choice, which has a bound by "rdp" alone.
+        """
+        if self.choice:
+            before = [run for runs in self.ledger.earlier.values() for run in runs]
+            runs = [*([*before, *each] for each in self.choice["runs"]), self.ledger.spent]
+            bound = epsilon_of_choice(**{**self.choice, "runs": runs}, delta=self.plan.delta)
+            return {**dict.fromkeys(ACCOUNTANTS), "rdp": bound}
         return self.ledger.epsilons(delta=self.plan.delta)
 
     @property
@@ -162,10 +196,16 @@ class PrivacyStatement:
             reasons.append("it is reproducible, and whoever knows its seed can subtract the noise")
         return f"not for release: {'; '.join(reasons)}" if reasons else "ok"
 
+    @property
+    def lasting_faults(self) -> set[str]:
+        """What keeps a run that trains these weights further from release."""
+        uncounted = "its weights were chosen among several runs, and the price of the choice is not counted"
+        return {*self.faults, *([uncounted] if self.choice else [])}
+
     def to_dict(self) -> dict[str, Any]:
         """The statement in values that JSON can hold; an infinite number is the string "inf"."""
         follows = {
-            "epsilon": _plain(self.epsilon),
+            "epsilon": plain(self.epsilon),
             "neighboring_relation": "add_or_remove_one",
             "private": not math.isinf(self._spent),
             "release": self.release,
@@ -235,19 +275,42 @@ class PrivacyStatement:
             if self.unit_of_privacy == ONE_PERSON
             else ""
         )
-        return (
+        changing = "".join(text for rule, text in _CHANGING_NORM.items() if rule in self.clipping)
+        drawn, scale = ("", "standard deviation") if self.plan.bands == 1 else (" of one group", "the scale")
+        claim = (
             f"{before} sequence of {self.ledger.num_steps} privatized gradients is ({spent:.4g}, "
             f"{self.plan.delta:g})-differentially private, by the {self.plan.accountant.upper()} "
             f"accountant's upper bound, for data sets that differ by adding or removing "
             f"{self.unit_of_privacy}. {persons}The model's weights are computed from these gradients and from "
-            "public values alone, so the guarantee holds for them too (post-processing).\n\nIt rests on "
-            "Poisson sampling: every step draws each example independently with the sample rate below, "
-            "and the draw stays secret. Each example's contribution to a step has an L2 norm of at most "
-            "the sensitivity, and Gaussian noise of standard deviation noise multiplier times sensitivity "
-            "is added once to the sum. One example's contribution depends on no other example: "
+            "public values alone, so the guarantee holds for them too (post-processing)."
+        )
+        if self.choice:
+            claim = (
+                f"The weights are ({spent:.4g}, {self.plan.delta:g})-differentially private, by a bound on the Renyi "
+                "divergence of a choice among runs (Papernot and Steinke 2022), for data sets that differ by adding or "
+                f"removing {self.unit_of_privacy}. {persons}They are those of the best, by a score on other images, "
+                f"of a secret number of runs ({self.choice['distribution']}, {self.choice['expected_runs']:g} on "
+                "average), each with settings drawn at random. No other run, and nothing of this run but its weights, "
+                "is for release."
+            )
+        return (
+            f"{claim}\n\nIt rests on Poisson sampling: every step draws each example{drawn} independently with the "
+            "sample rate below, and the draw stays secret. Each example's contribution to a step has an L2 norm of at "
+            f"most the sensitivity, and Gaussian noise of {scale} noise multiplier times sensitivity is added once to "
+            f"the sum{self._correlation()}. {changing}One example's contribution depends on no other example: "
             f"{_ISOLATION[self.examples]}. What is trusted: each element of the data set is a separate record, and "
-            "the data set's methods look at one element; torch's kernels treat rows separately; and hooks neither "
-            "read the training set nor make anything depend on a logged training loss."
+            "the data set's methods look at one element; torch's kernels treat rows separately; and hooks "
+            "neither read the training set nor make anything depend on a logged training loss."
+        )
+
+    def _correlation(self) -> str:
+        """What noise that is correlated over steps changes in the guarantee."""
+        if (bands := self.plan.bands) == 1:
+            return ""
+        return (
+            f", correlated over {bands} steps by the noise coefficients below (Choquette-Choo et al. 2023): each "
+            f"example is in one of {bands} groups by a secret draw, and steps draw from one group after the other, "
+            f"with {bands} times the rate of independent noise, so that {bands} steps are one round, and cost like one"
         )
 
     def _not_covered(self) -> list[str]:
@@ -269,14 +332,17 @@ class PrivacyStatement:
             "of the run, the model's architecture, and whatever numbers the module held when the run started, such as "
             "buffers."
         )
-        return [logged, *([changed] if len(self.ledger.totals) > 1 else []), *_NEVER_COVERED, public]
+        expected = {sigma for sigma, _, _ in self.plan.rounds(self.plan.noise_multiplier)}
+        replanned = not {sigma for sigma, _ in self.ledger.totals} <= expected
+        return [logged, *([changed] if replanned else []), *_NEVER_COVERED, public]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: an infinite number is the string "inf"."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     return value
@@ -284,7 +350,7 @@ def _plain(value: Any) -> Any:
 
 def _steps(run: Run) -> str:
     noise_multiplier, sample_rate, count = run
-    return f"{count} steps with noise multiplier {noise_multiplier:.6g}, sample rate {sample_rate:.6g}"
+    return f"{count} times noise multiplier {noise_multiplier:.6g}, sample rate {sample_rate:.6g}"
 
 
 def _cell(value: Any) -> str:

@@ -18,8 +18,9 @@ Formal guarantee. Let the parameters and all earlier releases be given.
    disk where the record has a journal (``record``).
 
 Each release is then a Poisson-subsampled Gaussian mechanism with noise multiplier sigma and sampling probability q, for
-neighbours that differ by adding or removing one example. The ledger counts the releases, and its accountants give
-(epsilon, delta) for all of them together. Everything computed from the releases alone is post-processing.
+neighbours that differ by adding or removing one example; with noise that is correlated over steps, each round of
+releases (``bands``). The ledger counts them, and its accountants give (epsilon, delta) for all of them together.
+Everything computed from the releases alone is post-processing.
 
 Where the unit of privacy is a person, read "person" for "example": N counts persons, and l_i is the loss of
 ``images_per_group`` elements of person i (``groups``), drawn by random numbers that follow from no other person.
@@ -29,13 +30,14 @@ to its own sum, and one collective adds up the sums. What is released is the sam
 """
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dp_lightning.errors import BudgetError, ConfigurationError, DpLightningError
+from dp_lightning.privacy.bands import coefficients, deviations
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK, Extrapolation
 from dp_lightning.privacy.examples import Examples, Loss
@@ -62,6 +64,9 @@ from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON, PrivacyState
 from dp_lightning.privacy.weights import digest_of
 from dp_lightning.processors import all_finite
 from dp_lightning.ranks import Ranks
+
+# The name of the clipping norm in a state, which is no parameter's.
+_CLIP_FACTOR = "clipping norm over that of the plan"
 
 
 class PrivateStep:
@@ -150,10 +155,21 @@ class PrivateStep:
         self.record.reproducible |= seed is not None
         if record is None:
             note_earlier_training(module, self.record)
-        self.noise = GaussianNoise(seed=seed)
+        #: Number of the first step of this block of correlated noise.
+        self.block = self.record.ledger.num_steps
+        self._noise_of_count = GaussianNoise(seed=None if seed is None else seed + 2**32)
+        self._clip_factor = 1.0  # C over that of the plan, where it adapts
+        self._noise_on_sum = plan.noise_multiplier * self.clip_plan.sensitivity
+        if self.clip_plan.adaptive is not None:
+            for step in (0, plan.num_steps - 1):
+                self.clip_plan.adaptive.noises(plan.noise_at(plan.noise_multiplier, step), plan.expected_batch_size)
+        self.choose_noise()
         # All ranks draw the same examples.
         self._sampler = PoissonSampler(
-            num_train=plan.num_train, sample_rate=plan.sample_rate, key=self.ranks.of_rank_0(sampling_key(seed))
+            num_train=plan.num_train,
+            sample_rate=plan.sample_rate,
+            bands=plan.bands,
+            key=self.ranks.of_rank_0(sampling_key(seed)),
         )
         self._max_examples = max_physical_batch_size // (reading.augmult * (reading.images_per_group or 1))
         self._isolation = Isolation(module, self.parameters)
@@ -163,6 +179,19 @@ class PrivateStep:
         self._extrapolation = Extrapolation(self.parameters, disk)
         self._structure: Structure | None = None  # of every example
         self._taken: PhysicalBatch | None = None
+
+    def choose_noise(self, response: Sequence[float] = (1.0,)) -> None:
+        """Choose the correlation of the noise, before the first step.
+
+        Args:
+            response: what the weights get of a gradient in its own step and in those after it, as ``bands`` takes it.
+        """
+        left = max(self.plan.num_steps - self.block, 1)
+        chosen: tuple[float, ...] = (1.0,)
+        if self.plan.bands > 1:  # those of one processor for all ranks
+            chosen = self.ranks.of_rank_0(coefficients(self.plan.bands, left, tuple(response)))
+        self.noise = GaussianNoise(seed=self.seed, coefficients=chosen)
+        self._deviations = deviations(chosen, left)
 
     # One logical step
 
@@ -203,7 +232,7 @@ class PrivateStep:
         require_structure(batch.structure, self._structure)
         self._taken = None  # a batch that fails has added some of its examples
         if place.piece == 0:
-            self._sum.reset()
+            self._sum.reset(self._clip_scale(place.step))
             self._extrapolation.advance()
         try:
             with self._extrapolation.away():
@@ -234,24 +263,39 @@ class PrivateStep:
         require_same_trained(self._every, self.parameters)
         if self._taken is None or not self._taken.last:
             raise DpLightningError("The logical batch is not complete: accumulate all of its physical batches first.")
-        self._taken, number = None, self.record.ledger.num_steps
+        self._taken, number, plan = None, self.record.ledger.num_steps, self.plan
         self._isolation.end()
-        self.record.count(noise_multiplier=self.plan.noise_multiplier, sample_rate=self.plan.sample_rate)
+        place = (number - self.block) % plan.bands
+        noise_multiplier = plan.noise_at(plan.noise_multiplier, number - place)
+        self.record.count(noise_multiplier=noise_multiplier, sample_rate=plan.sample_rate, place=place)
+        adaptive, size, count = self.clip_plan.adaptive, plan.expected_batch_size, self._sum.within
+        of_gradient, of_count = (noise_multiplier, 0.0) if adaptive is None else adaptive.noises(noise_multiplier, size)
+        self._noise_on_sum = of_gradient * self.clip_plan.sensitivity * self._clip_scale(number)
+        self.record.noise_coefficients = self.noise.coefficients
         total, noised = self._sum.flat, self.ranks.rank == 0 or self.ranks.size == 1
         if noised:
-            total = self.noise.add_to(total, self.plan.noise_on_sum(self.clip_plan.sensitivity), step=number)
+            total = self.noise.add_to(total, self._noise_on_sum, step=number)
+            count = self._noise_of_count.add_to(count, of_count, step=number)
         if self.ranks.size > 1:
-            total, stop = self._over_ranks(total, noised=noised, stop=stop)
+            total, count, stop = self._over_ranks(total, count, noised=noised, stop=stop)
+        if adaptive is not None:
+            following = adaptive.next_norm(self.max_grad_norm, count.item(), size)
+            self._clip_factor = following / self.clip_plan.max_grad_norm
         self._sum.reset()
         frozen = self.phases.frozen(number)
-        for name, gradient in self._sum.views(total.div_(self.plan.expected_batch_size)).items():
+        for name, gradient in self._sum.views(total.div_(plan.expected_batch_size)).items():
             self.parameters[name].grad = None if name in frozen else gradient.to(self.parameters[name].dtype)
         released([parameter for name, parameter in self.parameters.items() if name not in frozen], self.record)
         return stop
 
-    def _over_ranks(self, total: Tensor, *, noised: bool, stop: bool) -> tuple[Tensor, bool]:
-        """The sum over ranks, in which exactly one has added noise, and whether some rank asks to stop."""
-        total = torch.cat([total, total.new_tensor([float(noised), float(stop)])])
+    def _clip_scale(self, step: int) -> float:
+        """C of a step, over that of the first steps."""
+        schedule = self.clip_plan.schedule
+        return self._clip_factor if schedule is None else schedule.factor(step, self.plan.num_steps)
+
+    def _over_ranks(self, total: Tensor, count: Tensor, *, noised: bool, stop: bool) -> tuple[Tensor, Tensor, bool]:
+        """The sums over ranks, in which exactly one has added noise, and whether some rank asks to stop."""
+        total = torch.cat([total, count[None], total.new_tensor([float(noised), float(stop)])])
         self.ranks.add_up(total)
         with_noise, stopping = total[-2:].tolist()
         if with_noise != 1:
@@ -259,14 +303,27 @@ class PrivateStep:
                 f"{with_noise:g} of {self.ranks.size} ranks added noise, but exactly one has to: the processes do not "
                 "agree on their ranks. Start all of them with the same launcher, and only once."
             )
-        return total[:-2], stopping > 0
+        return total[:-3], total[-3], stopping > 0
 
     # Public numbers
 
     @property
     def noise_level(self) -> float:
-        """Standard deviation of the noise in each entry of the privatized gradient, sigma S / B."""
-        return self.plan.noise_level(self.clip_plan.sensitivity)
+        """Standard deviation of independent noise in each entry of the last privatized gradient, sigma S / B.
+
+        Correlated noise is so many times noise of unit scale, as ``bands`` has it.
+        """
+        return self._noise_on_sum / self.plan.expected_batch_size
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C of the next step."""
+        return self.clip_plan.max_grad_norm * self._clip_scale(self.record.ledger.num_steps)
+
+    @property
+    def noise_deviation(self) -> float:
+        """Standard deviation of the noise in each entry of the last privatized gradient."""
+        return self.noise_level * self._deviations[max(self.record.ledger.num_steps - self.block - 1, 0)]
 
     @property
     def discarded(self) -> Tensor:
@@ -289,8 +346,7 @@ class PrivateStep:
             raise BudgetError(
                 f"The privacy budget is spent: the plan allows {self.plan.num_steps} logical steps and {taken} are "
                 "taken. To train longer, plan more steps before the start: num_steps of a PrivacyPlan, or "
-                "trainer.max_epochs or trainer.max_steps. Another module needs a PrivateStep of its own, or a "
-                "PrivacyCallback and a Trainer."
+                "trainer.max_epochs or trainer.max_steps. Another module needs a run of its own."
             )
 
     def statement(self, **more: Any) -> PrivacyStatement:
@@ -301,6 +357,8 @@ class PrivateStep:
         """
         record, reading, persons = self.record, self.reader.reading, self.reader.groups is not None
         clipping = self.clip_plan.describe()
+        if not clipping.keys().isdisjoint(("schedule", "adaptive")):
+            clipping["latest_max_grad_norm"] = self.max_grad_norm
         if persons:
             clipping["images_per_group"] = f"{reading.images_per_group} images of each person, drawn anew in each step"
         if reading.augmult > 1:
@@ -309,6 +367,10 @@ class PrivateStep:
             clipping["parameters"] = phases
         if self.disk is not None:
             clipping["gradients"] = f"at DiSK's extrapolated point (gain {self.disk.gain:g})"
+        unit = "person" if persons else "example"
+        sampler = f"Poisson, each {unit} independently with probability q in every logical step"
+        if self.plan.bands > 1:
+            sampler += f" of its group, one of {self.plan.bands} in turn"
         faults = set(record.faults)
         if not all(map(all_finite, self.parameters.values())):
             faults.add("weights are not finite")
@@ -318,8 +380,8 @@ class PrivateStep:
             "clipping": clipping,
             "examples": self.examples,
             "sensitivity": self.clip_plan.sensitivity,
-            "sampler": f"Poisson, each {'person' if persons else 'example'} independently with probability q in every "
-            "logical step",
+            "sampler": sampler,
+            "noise_coefficients": record.noise_coefficients,
             "unit_of_privacy": record.unit,
             "reproducible": record.reproducible,
             "num_ranks": self.ranks.size,
@@ -336,10 +398,15 @@ class PrivateStep:
     # Resuming
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What the next step needs of the steps before: empty without DiSK and without frozen parameters."""
-        return {**self._extrapolation.state_dict(), **self.phases.state_dict()}
+        """What the next step needs of the steps before: empty without DiSK, frozen parameters and adaptive clipping."""
+        state = self._extrapolation.state_dict() | self.phases.state_dict()
+        if self.clip_plan.adaptive is not None:
+            state[_CLIP_FACTOR] = torch.tensor(self._clip_factor, dtype=torch.float64)
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from ``state_dict``."""
+        if _CLIP_FACTOR in state:
+            self._clip_factor = state[_CLIP_FACTOR].item()
         self.phases.load_state_dict(state)
         self._extrapolation.load_state_dict(state)

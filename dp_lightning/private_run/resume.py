@@ -6,7 +6,7 @@ Two objects hold the past of a run: its journal, and the entry ``private_run`` o
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from dp_lightning.errors import ConfigurationError, DataError
-from dp_lightning.privacy.accounting import Ledger
+from dp_lightning.errors import BudgetError, ConfigurationError, DataError
+from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.journal import Journal
 from dp_lightning.privacy.plan import PrivacyPlan, RunShape
 from dp_lightning.privacy.record import RunRecord
@@ -118,7 +118,8 @@ class RunHistory:
         said, record = saved.statement, self.record
         record.ledger.load_state_dict(said.ledger.state_dict())
         record.run, record.earlier_training = said.run, list(said.earlier_training)
-        record.faults |= set(said.faults)
+        record.faults |= said.lasting_faults
+        record.noise_coefficients = said.noise_coefficients
         self.plan, self.saved, self.folder = said.plan, saved, folder
         self.in_weights = said.ledger.num_steps - said.lost_steps
         self.unprotected.names |= set(said.unprotected)
@@ -182,7 +183,7 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
         history: the steps that count, and the plan of the fit or the checkpoint before.
 
     Returns:
-        The plan, and whether the steps in the ledger have the same plan.
+        The plan, and whether the run of that plan is at its end.
 
     Raises:
         ConfigurationError: when the numbers are impossible, or those of another data set.
@@ -197,13 +198,35 @@ def plan_of_fit(settings: PrivacySettings, shape: RunShape, history: RunHistory)
                 "epsilon holds for one data set, and steps are counted by the batch. Resume with the run's value, or "
                 "start a new run."
             )
+    if earlier is not None and settings.bands == "auto":  # what is best depends on the number of steps
+        shape = replace(shape, bands=earlier.bands)
+    kept = earlier is not None and earlier == settings.plan_with(shape, earlier.noise_multiplier)
     if settings.target_epsilon is None:
         plan = settings.make_plan(shape)
-    elif earlier is not None and earlier == settings.plan_with(shape, earlier.noise_multiplier):
+    elif earlier is not None and kept and _meets_target(earlier, ledger):
         plan = earlier
     else:
-        plan = settings.make_plan(shape, taken=ledger.runs, earlier=tuple(ledger.earlier_steps))
-    return plan, plan == earlier
+        steps = ledger.num_steps
+        try:
+            plan = settings.make_plan(shape, spent=ledger.spent, steps_taken=steps)
+        except BudgetError:
+            if earlier is None or not kept:
+                raise
+            rank_zero_warn(
+                "The run was interrupted, and what is left of the budget has no room for the round of correlated noise "
+                f"that this costs: the run ends after {steps} of {shape.num_steps} steps."
+            )
+            return earlier, True
+    return plan, plan == earlier and ledger.num_steps >= plan.num_steps
+
+
+def _meets_target(plan: PrivacyPlan, ledger: Ledger) -> bool:
+    """Whether the steps that are left can have the plan's noise, though they begin a new block of correlated noise."""
+    left = plan.num_steps - ledger.num_steps
+    if plan.bands == 1 or plan.target_epsilon is None or left < 1:
+        return True
+    runs = [*ledger.spent, *plan.rounds(plan.noise_multiplier, ledger.num_steps)]
+    return compose(runs, delta=plan.delta, accountant=plan.accountant) <= plan.target_epsilon
 
 
 def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> str | None:

@@ -23,9 +23,10 @@ from dp_lightning.errors import BudgetError, ConfigurationError, ModelError
 from dp_lightning.models.batch_norm import fixed_statistics, freeze_batch_norm
 from dp_lightning.privacy.accounting import Ledger, compose
 from dp_lightning.privacy.journal import journal_name
-from dp_lightning.privacy.plan import BEYOND_PRV, PrivacyPlan
+from dp_lightning.privacy.plan import PrivacyPlan, error_of_noise
 from dp_lightning.privacy.reading import Reading
 from dp_lightning.privacy.record import note_earlier_training
+from dp_lightning.privacy.schedules import Schedule
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.privacy.step import PrivateStep
 from dp_lightning.privacy.weights import digest_of
@@ -83,6 +84,18 @@ def folder_of_run(trainer: pl.Trainer, run: str) -> Path:
     return Path(trainer.strategy.broadcast(str(found[0])))
 
 
+def response_of(group: Mapping[str, Any], num_steps: int) -> list[float]:
+    """What an optimizer adds of a gradient to the weights, in units of its rate, in the gradient's step and later."""
+    decay = group.get("momentum") or group.get("betas", (0.0,))[0]
+    return [float(decay) ** step for step in range(num_steps)]
+
+
+def _over_steps(value: float, schedule: Schedule | None) -> str:
+    """A number of the first steps, and that of the last ones where a schedule changes it."""
+    changed = "" if schedule is None else f" to {value * schedule.final:.4g} ({schedule.shape})"
+    return f"{value:.4g}{changed}"
+
+
 class Budget:
     """Epsilon of a ledger, now and later.
 
@@ -95,7 +108,7 @@ class Budget:
     """
 
     def __init__(self, plan: PrivacyPlan, ledger: Ledger) -> None:
-        self.plan, self.ledger = plan, ledger
+        self.plan, self.ledger, self.block = plan, ledger, ledger.num_steps
         self.look_ahead()
 
     def look_ahead(self) -> None:
@@ -110,9 +123,10 @@ class Budget:
 
     def at(self, num_steps: int) -> float:
         """Epsilon once the ledger holds ``num_steps``, or of the steps in the ledger where it holds more."""
-        more = num_steps - self.ledger.num_steps
-        further = [(self.plan.noise_multiplier, self.plan.sample_rate, more)] if more > 0 else []
-        runs = [*self.ledger.earlier_steps, *self.ledger.runs, *further]
+        plan, taken = self.plan, self.ledger.num_steps
+        if plan.bands > 1:  # a round that has begun is in the ledger
+            taken += -(taken - self.block) % plan.bands
+        runs = [*self.ledger.spent, *plan.rounds(plan.noise_multiplier, taken, num_steps)]
         return compose(runs, delta=self.plan.delta, accountant=self.plan.accountant)
 
 
@@ -133,6 +147,9 @@ class PrivateRun:
         budget: epsilon of the steps that are taken, and of those to come.
         postprocessing: what acts on the privatized gradient, in words; other callbacks add to this list.
         batch_norm: what became of BatchNorm layers, in words.
+        ends_at_once: whether the fit resumes a run that is at its end, and takes no step.
+        response: what the weights get of a gradient in its own step and in those after it: the optimizer's momentum,
+            which other callbacks filter.
         weights: returns the weights of which the statement speaks: those of the module, unless a callback averages.
         on_physical_batch: functions to be called after each physical batch, with the number of the batch in its step,
             from 1, and the number of batches of the step.
@@ -169,19 +186,25 @@ class PrivateRun:
         self.folder = folder_of_run(trainer, history.record.run)
         resumes = history.open_journal(trainer, self.folder)
         check_hyperparameters(trainer, module, len(loader.dataset))  # type: ignore[arg-type]
-        self.plan, self._finishes = self._agree_on_plan(num_train, resumes=resumes)
+        # A solver may round differently on another kind of processor, so the ranks take one plan.
+        found = plan_of_fit(settings, settings.shape_for(trainer, num_train), history)
+        self.plan, ends = self._ranks.of_rank_0(found)
+        history.plan, self.ends_at_once = self.plan, resumes and ends
         self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._logging = StepLogging(module)
         self._index = 0  # number of the step in its epoch
         self.without_gradient: int | None = None if history.ledger.num_steps else 0
         self._takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self.step = self._private_step(loader)
+        left = self.plan.num_steps - self.history.ledger.num_steps
+        groups = trainer.optimizers[0].param_groups if trainer.optimizers else [{}]
+        self.response = response_of(groups[0], left if self.plan.bands > 1 else 1)
         self._physical = PhysicalLoader(loader, self.step)
         self.budget = Budget(self.plan, history.ledger)
         self._first: int | None = None  # Lightning's count when training starts
         # Steps in the ledger before the fit, and at the last statement; a fit without a step to take writes one too.
         self._before = history.ledger.num_steps
-        self._stated = -1 if self._finishes else history.ledger.num_steps
+        self._stated = -1 if self.ends_at_once else history.ledger.num_steps
 
     # Before the first step
 
@@ -199,17 +222,6 @@ class PrivateRun:
             other_data=settings.earlier_training == "other_data",
             files=[file for owner in owners if (file := getattr(owner, "weights_file", None)) is not None],
         )
-
-    def _agree_on_plan(self, num_train: int, *, resumes: bool) -> tuple[PrivacyPlan, bool]:
-        """The plan of rank 0, and whether the steps of that plan are all taken.
-
-        A solver may round differently on another kind of processor, so the ranks take one plan.
-        """
-        history = self.history
-        plan, kept = plan_of_fit(self.settings, self.settings.shape_for(self.trainer, num_train), history)
-        finishes = resumes and kept and history.ledger.num_steps >= plan.num_steps
-        history.plan, finishes = self._ranks.of_rank_0((plan, finishes))
-        return history.plan, finishes
 
     def _private_step(self, loader: DataLoader[Any]) -> PrivateStep:
         if any(is_overridden("transfer_batch_to_device", owner) for owner in self._owners):
@@ -251,7 +263,7 @@ class PrivateRun:
         if self.history.saved is not None:
             self.step.load_state_dict(dict(self.history.saved.step))
         self.history.saved = None
-        if self._finishes:
+        if self.ends_at_once:
             self.trainer.should_stop = True
             self.trainer.print(
                 f"All {self.history.ledger.num_steps} steps of the plan are taken: this fit writes the statement. "
@@ -269,6 +281,7 @@ class PrivateRun:
     def training_starts(self) -> None:
         """Try the schedules, compare the ranks' data, and warn if a batch's loss is not the mean over its examples."""
         disk, reader = self.settings.disk, self.step.reader
+        self.step.choose_noise(self.response)
         if disk is not None and not self.postprocessing:  # PostProcessCallback looks at the filter itself
             raise ConfigurationError(
                 f"privacy.disk needs its filter: put Kalman with gain {disk.gain:g} and applies_to: all first "
@@ -290,24 +303,42 @@ class PrivateRun:
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
         method = "; ".join([f"DP-SGD by {optimizers}", *self.postprocessing])
         views = f", {settings.augmult} views of each example" if settings.augmult > 1 else ""
+        quantile = f", then the {clip.adaptive.quantile:g} quantile of norms" if clip.adaptive is not None else ""
         epsilon = plan.target_epsilon or self.budget.at(plan.num_steps)
         budget = f"epsilon {epsilon:.4g} at delta {plan.delta:g} by {plan.accountant.upper()}, N {plan.num_train:,} "
         budget += f"{'persons' if settings.images_per_group else 'examples'}, B {plan.expected_batch_size:,}, sigma "
-        budget += f"{plan.noise_multiplier:.4g}, C {clip.max_grad_norm:g}, T {plan.num_steps:,} steps"
+        budget += f"{_over_steps(plan.noise_multiplier, plan.noise_schedule)}, C "
+        norm = clip.max_grad_norm if clip.adaptive is None else self.step.max_grad_norm
+        budget += f"{_over_steps(norm, clip.schedule)}{quantile}, T {plan.num_steps:,} steps"
         rows = [
             ("method", f"{method}; {clip.kind.replace('_', ' ')} clipping ({clip.factor}){views}"),
             ("plan", budget),
+            *([("noise", self._correlation())] if settings.bands != 1 and plan.noise_multiplier > 0 else []),
             ("epochs", f"{math.ceil(plan.num_steps / trainer.num_training_batches):,}"),
             ("device", f"{trainer.world_size} x {trainer.strategy.root_device.type}, precision {trainer.precision}"),
             *(("note", note) for note in self._notes()),
         ]
         return "\n".join(f"{label:<13}{text}" for label, text in rows)
 
+    def _correlation(self) -> str:
+        """What correlated noise gains, and the memory that it takes."""
+        plan = self.plan
+        if plan.bands == 1:
+            return "independent: correlated over steps it would leave no smaller error"
+        share = error_of_noise(plan, plan.target_epsilon or plan.epsilon("rdp"))
+        kept = 4 * (plan.bands - 1) * sum(parameter.numel() for parameter in self.step.parameters.values())
+        return (
+            f"correlated over {plan.bands} steps, which leaves {share:.2f} of the error of independent noise in a sum "
+            f"of gradients. The first process keeps {math.ceil(kept / 2**20):,} MiB of it"
+        )
+
     def _notes(self) -> list[str]:
         """What was trained before the run, what is frozen in it, and what keeps it from release."""
         steps, record, settings, notes = self.history.ledger.num_steps, self.history.record, self.settings, []
         if steps:
             notes.append(f"{steps} of the steps are taken, with epsilon {self.budget.spent():.3f}.")
+            if self.plan.bands > 1:
+                notes[0] += " Correlated noise begins anew: a round that was cut short counts whole, within the target."
         earlier = {name: sum(count for _, _, count in runs) for name, runs in record.ledger.earlier.items()}
         counted = [f"run {name}: {count} private steps, which count here" for name, count in earlier.items()]
         if before := [*counted, *record.earlier_training]:
@@ -322,8 +353,6 @@ class PrivateRun:
         elif self.batch_norm != "none":
             load = "A script that loads the weights calls batch_norm_to_group_norm(self) last in __init__."
             notes.append(f"{self.batch_norm} (privacy.batch_norm). {load}")
-        if self.plan.priced_by_renyi:
-            notes.append(BEYOND_PRV.format("privacy.accountant: pld"))
         if self.plan.noise_multiplier == 0:
             notes.append("No noise is added: this run is NOT PRIVATE.")
         elif reasons := [*sorted(record.faults), *(["it is reproducible"] if settings.reproducible else [])]:
@@ -335,6 +364,8 @@ class PrivateRun:
     def take_step(self, batch: LogicalBatch) -> None:
         """Add up the clipped gradients of a step's physical batches, and log what ``training_step`` logs."""
         self._index = int(batch.step)
+        if self.settings.clip_schedule or self.settings.adaptive_clipping:
+            self.module.log("privacy/max_grad_norm", self.step.max_grad_norm)
         if self.settings.batch_norm == "freeze":  # module.train() of a hook has undone it
             freeze_batch_norm(self.module)
         with self._logging.logical_batch():

@@ -3,26 +3,30 @@
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
 
 from dp_lightning.errors import ConfigurationError
-from dp_lightning.privacy.clipping import ClipPlan
+from dp_lightning.privacy.accounting import Run
+from dp_lightning.privacy.clipping import AdaptiveClipping, ClipPlan
 from dp_lightning.privacy.disk import DiSK
 from dp_lightning.privacy.groups import Groups
-from dp_lightning.privacy.plan import PrivacyPlan, RunShape
+from dp_lightning.privacy.plan import PrivacyPlan, RunShape, best_bands
 from dp_lightning.privacy.ranges import check_step_settings
+from dp_lightning.privacy.schedules import Schedule
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON
 
+_RULES = Schedule | AdaptiveClipping | DiSK
 # Solving for the noise can take a second, and is asked for before the data is read and again when the fit starts.
 _calibrated = functools.lru_cache(maxsize=4096)(RunShape.calibrate)
 
 #: What a run that resumes has to keep: its statement says it once for all steps.
 KEPT = (
     *("examples", "augmult", "unit_of_privacy", "images_per_group", "clipping", "clip_factor", "max_grad_norm"),
-    *("disk", "frozen_until", "seed"),
+    *("disk", "frozen_until", "bands", "noise_schedule", "clip_schedule"),
+    *("adaptive_clipping", "seed"),
 )
 
 
@@ -63,6 +67,16 @@ class PrivacySettings:
             trains one is an error. ``group``: each becomes a GroupNorm with its scale and shift. ``freeze``: each stays
             in evaluation mode with its running statistics, which have to come from public data, and its scale and shift
             are not trained.
+        bands: b, over how many steps noise is correlated, so that much of it cancels in the weights at the same epsilon
+            (banded matrix factorization, Choquette-Choo et al. 2023); at most N/B. The more steps, the smaller the best
+            b. 1 is independent noise, and ``auto`` takes the b that leaves the smallest error in a sum of all
+            gradients.
+        noise_schedule: how sigma changes over the steps, such as ``{shape: cosine, final: 0.5}``;
+            ``noise_multiplier`` is that of the first steps. None keeps it.
+        clip_schedule: how C changes likewise; None keeps it.
+        adaptive_clipping: lets C follow a quantile of the norms of gradients (Andrew et al. 2021), with flat clipping,
+            such as ``{quantile: 0.5}``; ``max_grad_norm`` is that of the first step. It costs no epsilon, and up to 5 %
+            more noise. None keeps C.
         earlier_training: on what the weights were trained before the run. ``same_data``: private steps that are known
             count in this run's epsilon, and steps without privacy in this process keep it from release. ``other_data``:
             on other people's data, or public data, by your word; the statement says so.
@@ -90,17 +104,16 @@ class PrivacySettings:
     disk: DiSK | None = None
     frozen_until: dict[str, float] | None = None
     batch_norm: Literal["refuse", "group", "freeze"] = "refuse"
+    bands: int | Literal["auto"] = 1
+    noise_schedule: Schedule | None = None
+    clip_schedule: Schedule | None = None
+    adaptive_clipping: AdaptiveClipping | None = None
     earlier_training: Literal["same_data", "other_data"] = "same_data"
 
     def __post_init__(self) -> None:
         self._check_noise()
-        known = {
-            "unit_of_privacy": ("example", "group"),
-            "earlier_training": ("same_data", "other_data"),
-            "batch_norm": ("refuse", "group", "freeze"),
-        }
-        for name, choices in known.items():
-            if getattr(self, name) not in choices:
+        for name, kind in get_type_hints(PrivacySettings).items():
+            if get_origin(kind) is Literal and getattr(self, name) not in (choices := get_args(kind)):
                 raise ConfigurationError(
                     f"privacy.{name} is {getattr(self, name)!r}; choose {' or '.join(map(repr, choices))}."
                 )
@@ -111,7 +124,13 @@ class PrivacySettings:
             augmult=self.augmult,
             images_per_group=self.images_per_group,
         )
-        self.clip_plan = ClipPlan(kind=self.clipping, factor=self.clip_factor, max_grad_norm=float(self.max_grad_norm))
+        self.clip_plan = ClipPlan(
+            kind=self.clipping,
+            factor=self.clip_factor,
+            max_grad_norm=float(self.max_grad_norm),
+            schedule=self.clip_schedule,
+            adaptive=self.adaptive_clipping,
+        )
 
     def _check_noise(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
@@ -124,6 +143,8 @@ class PrivacySettings:
                 f"privacy.noise_multiplier is {self.noise_multiplier} and privacy.not_private is {self.not_private}. "
                 "Set noise_multiplier: 0 and not_private: true for a run that is not private, or neither."
             )
+        if self.bands == "auto" and self.target_epsilon is None:
+            raise ConfigurationError("privacy.bands is auto, which needs privacy.target_epsilon. Set it, or a number.")
 
     def _check_images_per_group(self) -> None:
         if self.unit_of_privacy == "group":
@@ -156,20 +177,23 @@ class PrivacySettings:
         Raises:
             ConfigurationError: if neither sets a limit, or no step is left, or a number is impossible.
         """
-        return RunShape.of_length(
-            num_train=num_train,
-            expected_batch_size=self.expected_batch_size,
-            delta=self.delta,
-            max_epochs=trainer.max_epochs,
-            max_steps=trainer.max_steps,
-            limit_train_batches=trainer.limit_train_batches,
-        )
+        limits = {name: getattr(trainer, name) for name in ("max_epochs", "max_steps", "limit_train_batches")}
+        return self.shape_of(num_train, **limits)
 
-    def make_plan(self, shape: RunShape, *, taken: tuple[Any, ...] = (), earlier: tuple[Any, ...] = ()) -> PrivacyPlan:
+    def shape_of(self, num_train: int, **limits: Any) -> RunShape:
+        """The same for ``limits`` as `RunShape.of_length` takes them; ``auto`` bands leave the smallest error."""
+        size, delta = self.expected_batch_size, self.delta
+        shape = RunShape.of_length(num_train=num_train, expected_batch_size=size, delta=delta, **limits)
+        shape = replace(shape, noise_schedule=self.noise_schedule)
+        if self.bands != "auto":
+            return replace(shape, bands=self.bands)
+        return replace(shape, bands=best_bands(shape, self.target_epsilon or 1.0))
+
+    def make_plan(self, shape: RunShape, *, spent: tuple[Run, ...] = (), steps_taken: int = 0) -> PrivacyPlan:
         """The plan of a run of this shape: with the noise that is set, or the noise that the target needs.
 
         Args:
-            taken, earlier: steps that count, as in `RunShape.calibrate`.
+            spent, steps_taken: steps that count, as in `RunShape.calibrate`.
 
         Raises:
             ConfigurationError: where the numbers are impossible.
@@ -177,7 +201,8 @@ class PrivacySettings:
         """
         if self.target_epsilon is None:
             return self.plan_with(shape, self.noise_multiplier or 0.0)
-        return _calibrated(shape, self.target_epsilon, accountant=self.accountant, taken=taken, earlier=earlier)
+        before = {"spent": spent, "steps_taken": steps_taken}
+        return _calibrated(shape, self.target_epsilon, accountant=self.accountant, **before)
 
     def plan_with(self, shape: RunShape, noise_multiplier: float) -> PrivacyPlan:
         """The plan of a run of this shape and noise, held to the accountant and the target that are set."""
@@ -187,7 +212,8 @@ class PrivacySettings:
     def values(self) -> dict[str, Any]:
         """The settings in plain values, with the seed of a reproducible run; ranks need all of them in common."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**found, "disk": None if self.disk is None else self.disk.gain, "seed": self.seed}
+        rules = {name: asdict(each) for name, each in found.items() if isinstance(each, _RULES)}
+        return {**found, **rules, "seed": self.seed}
 
     def require_same(self, earlier: Mapping[str, Any]) -> None:
         """Refuse to resume with other settings than the ``values`` of the run before, where its statement has one.
@@ -199,6 +225,6 @@ class PrivacySettings:
         if changed := [name for name in KEPT if earlier.get(name) != now[name]]:
             said = (f"privacy.{name} {earlier.get(name)}, and it is {now[name]} now" for name in changed)
             raise ConfigurationError(
-                f"The checkpoint's run has {', '.join(said)}: the statement could not say what the run clips. Set it "
+                f"The checkpoint's run has {', '.join(said)}: one statement speaks for all steps. Set it "
                 "to the run's value."
             )

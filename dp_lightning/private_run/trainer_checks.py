@@ -172,10 +172,6 @@ def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
             "optimizer LBFGS reads the gradient several times per step. Use SGD, Adam or AdamW.",
         ),
         (
-            any(isinstance(optimizer, optim.SparseAdam) for optimizer in trainer.optimizers),
-            "optimizer SparseAdam takes sparse gradients, and a privatized gradient is dense. Use Adam.",
-        ),
-        (
             any(each.requires_grad and id(each) not in ids for group in groups for each in group["params"]),
             "The optimizer holds a parameter that is not among the module's trained parameters, so no private gradient "
             "exists for it. Build the optimizer from self.parameters().",

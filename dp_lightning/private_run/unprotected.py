@@ -18,7 +18,7 @@ from dp_lightning.lightning_internals import logged_in_training
 from dp_lightning.private_run.trainer_checks import Row, refuse
 
 #: Numbers that the callbacks of this package log, from public numbers and what the mechanism has released.
-POST_PROCESSING = frozenset({"privacy/epsilon", "privacy/snr"})
+POST_PROCESSING = frozenset({"privacy/epsilon", "privacy/max_grad_norm", "privacy/snr"})
 # Names of numbers in a template of ModelCheckpoint, as {epoch} and {val/loss:.2f}.
 _NAMES = re.compile(r"\{(.*?)[:}]")
 

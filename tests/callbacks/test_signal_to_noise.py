@@ -10,6 +10,8 @@ from plain_run import Plain, Stop, loader, privacy, trainer, without_noise
 
 from dp_lightning.callbacks import PostProcessCallback, SignalToNoise
 from dp_lightning.postprocess import Scale
+from dp_lightning.privacy.bands import deviations
+from dp_lightning.privacy.schedules import Schedule
 
 
 class Released(pl.Callback):
@@ -31,16 +33,19 @@ def recorded(callback):
     return json.loads((callback.private_run.folder / "snr.json").read_text())
 
 
-def test_each_epoch_logs_and_records_the_ratio_of_its_own_steps_whole_and_by_parameter(tmp_path):
-    callback, meter, released, module = privacy(), SignalToNoise(), Released(), Plain()
+@pytest.mark.parametrize("settings", [{}, {"bands": 3, "noise_schedule": Schedule("linear", 0.5)}], ids=str)
+def test_each_epoch_logs_and_records_the_ratio_of_its_own_steps_whole_and_by_parameter(tmp_path, settings):
+    callback, meter, released, module = privacy(**settings), SignalToNoise(), Released(), Plain()
     halved = PostProcessCallback([Scale(factor=0.5)])  # what the transforms make of the gradient is not measured
     run = trainer(tmp_path, callback, meter, released, halved)
     run.fit(module, loader())
-    level = callback.plan.noise_multiplier * callback.clip_plan.sensitivity / 20
+    plan, factors = callback.plan, deviations(callback.private_run.step.noise.coefficients, 9)
+    levels = [plan.noise_at(1.0, step - step % plan.bands) * factors[step] / 20 for step in range(9)]
 
     def ratios(squared, size):
         """Per epoch of three steps."""
-        means = [sum(squared[k : k + 3]) / 3 / (level**2 * size) - 1 for k in (0, 3, 6)]
+        relative = [each / level**2 / size for each, level in zip(squared, levels, strict=True)]
+        means = [sum(relative[k : k + 3]) / 3 - 1 for k in (0, 3, 6)]
         return [math.sqrt(max(0.0, mean)) for mean in means]
 
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
@@ -60,7 +65,7 @@ def test_each_epoch_logs_and_records_the_ratio_of_its_own_steps_whole_and_by_par
 
 def test_a_run_without_noise_has_none(tmp_path):
     meter = SignalToNoise()
-    trainer(tmp_path, callback := without_noise(), meter).fit(Plain(), loader())
+    trainer(tmp_path, callback := without_noise(bands=3), meter).fit(Plain(), loader())
     assert meter.curve == []
     assert not (callback.private_run.folder / "snr.json").exists()
 

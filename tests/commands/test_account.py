@@ -38,6 +38,7 @@ def test_epsilon_of_a_run(capsys: pytest.CaptureFixture) -> None:
         "noise_multiplier": 1.0,
         "sample_rate": 0.02,
         "num_steps": 50,
+        "bands": 1,
         "delta": 1e-5,
         "epsilon": {name: spent(20, 50, 1.0, name) for name in ("prv", "rdp", "pld")},
         "expected_batch_size": 20,
@@ -56,18 +57,6 @@ def test_epochs_may_be_fractions(capsys: pytest.CaptureFixture, epochs: str, ste
     """Of 14 steps each; a step that is begun counts."""
     assert answer(capsys, f"--noise-multiplier 1 --epochs {epochs} --batch-size 70")["num_steps"] == steps
     answer(capsys, f"--noise-multiplier 1 --epochs {epochs} --epsilon 2 --accountant rdp")  # the batch size is found
-
-
-@pytest.mark.parametrize("epsilon", ["1e6", "1e5", "3"])
-def test_an_epsilon_that_prv_cannot_price_is_said(capsys: pytest.CaptureFixture, epsilon: str) -> None:
-    plan = f"--epsilon {epsilon} --steps 50 --batch-size 20 --num-train 1000 --delta 1e-5"
-    noise = {}
-    for accountant in ("prv", "pld"):
-        main(["account", *plan.split(), "--accountant", accountant])
-        shown = capsys.readouterr().out
-        assert ("--accountant pld may need less noise" in shown) == (accountant == "prv" and epsilon != "3")
-        noise[accountant] = float(shown.split()[2])
-    assert noise["pld"] <= noise["prv"]
 
 
 def test_most_steps_within_a_budget(capsys: pytest.CaptureFixture) -> None:

@@ -39,5 +39,13 @@ def test_a_run_is_used_and_shown_by_what_its_end_names(capsys):
     assert Path(export[export.index("--ckpt-path") + 1]).is_file()
 
 
+def test_a_run_that_resumes_at_its_end_names_the_weights_of_its_statement(capsys):
+    _, export, _ = fit(capsys)
+    saved = Path(export[export.index("--ckpt-path") + 1])
+    kept = shutil.copy(saved, saved.with_name("kept.ckpt"))
+    _, export, _ = fit(capsys, "--ckpt_path", str(kept))
+    assert export[export.index("--ckpt-path") + 1] == str(kept)
+
+
 def test_without_a_checkpoint_nothing_is_named(capsys):
     assert fit(capsys, "--trainer.enable_checkpointing", "false") == []

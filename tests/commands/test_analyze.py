@@ -13,7 +13,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands.analysis_run import AnalysisRun, Measured
 from dp_lightning.commands.analyze import KINDS
 from dp_lightning.experiments.document import Document
-from dp_lightning.privacy import ClipPlan
+from dp_lightning.privacy import ClipPlan, GaussianNoise
 from dp_lightning.privacy.plan import RunShape
 
 QUICK = ["--config", "digits", "--privacy.accountant", "rdp", "--trainer.accelerator", "cpu"]
@@ -73,6 +73,27 @@ def test_signal_and_noise_by_batch_size(tmp_path, capfd, run):
         assert fact["noise"] == pytest.approx(plan.noise_multiplier / size * count**0.5)
         assert fact["snr"] == pytest.approx(fact["signal"] / fact["noise"])
     assert {path.name for path in folder.iterdir()} == {"page.md", "page.html", "numbers.json"}
+
+
+def test_noise_that_is_correlated_has_the_level_of_the_gradients_of_a_fit(tmp_path):
+    rules = ["--privacy.bands", "2", "--trainer.max_steps", "6", "--privacy.adaptive_clipping", "{}"]
+    main(["fit", *QUICK, *rules, "--trainer.default_root_dir", str(tmp_path)])
+    (statement,) = tmp_path.rglob("privacy_statement.json")
+    stated = json.loads(statement.read_text())
+    noise = GaussianNoise(coefficients=stated["noise_coefficients"])
+    drawn = torch.stack([noise.add_to(torch.zeros(100_000), 1.0, step=step) for step in range(6)])
+    folder, numbers = analyze("snr", tmp_path, *rules)
+    (fact,) = numbers["by_batch_size"]
+    level = float(drawn.square().mean().sqrt()) * stated["noise_multiplier"] / 512
+    assert level > 1.4 * stated["noise_multiplier"] / 512
+    assert fact["noise"] == pytest.approx(level * 5050**0.5, rel=0.01)
+    text = (folder / "page.md").read_text()
+    assert "in single gradients" in text
+    assert "are those of the first steps" in text
+    _, numbers = analyze("recovery", tmp_path, *rules)
+    assert list(numbers["noise_multipliers"]) == ["256", "512"]  # at most N/2
+    fact = numbers["matrices"][LAYER]
+    assert fact["thresholds"]["512"]["detection"] == pytest.approx(512 * level * 48**0.5 / fact["top"], rel=0.01)
 
 
 def test_spectra_and_thresholds_are_those_of_the_gradient_and_of_noise(tmp_path, run):

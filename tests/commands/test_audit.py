@@ -10,6 +10,9 @@ from PIL import Image
 from dp_lightning.cli import main
 from dp_lightning.commands.audit_runs import AuditRuns, place_canaries
 from dp_lightning.commands.fit_settings import prepare
+from dp_lightning.privacy import step
+from dp_lightning.privacy.bands import coefficients
+from dp_lightning.privacy.noise import GaussianNoise
 
 QUICK = ["--config", "digits", "--trainer.accelerator", "cpu", "--privacy.target_epsilon", "null"]
 QUICK += ["--privacy.noise_multiplier", "1.0", "--canaries", "100"]
@@ -84,3 +87,18 @@ def test_canaries_have_coordinates_of_their_own_in_every_group(groups):
     for k in range(3):
         mine, others = (which.places[:, k][which.chosen[:, k]].tolist() for which in (included, excluded))
         assert len({*mine, *others}) == len(mine) + len(others)
+
+
+@pytest.mark.parametrize("fault", ["none", "independent", "longer", "forgets"])
+def test_noise_that_is_not_correlated_as_it_is_claimed_is_found(tmp_path, monkeypatch, fault):
+    unit = GaussianNoise._unit
+    if fault == "independent":
+        monkeypatch.setattr(GaussianNoise, "_unit", lambda self, like, n: self._normals(like.shape, like.device, n))
+    elif fault == "longer":
+        monkeypatch.setattr(step, "coefficients", lambda *given: tuple(1.2 * c for c in coefficients(*given)))
+    elif fault == "forgets":
+        fresh = lambda self: GaussianNoise(coefficients=self.coefficients)  # noqa: E731
+        monkeypatch.setattr(GaussianNoise, "_unit", lambda self, like, n: unit(fresh(self), like, n))
+    _, failed = audit(tmp_path, "--privacy.bands", "4", "--privacy.expected_batch_size", "100")
+    assert bool(failed) == (fault != "none")
+    assert ("Norm of the columns of correlated noise" in failed) == (fault == "longer")

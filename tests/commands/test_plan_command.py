@@ -10,7 +10,7 @@ from dp_lightning.commands import pricing
 from dp_lightning.datamodules import Digits
 from dp_lightning.lightning_modules import SmallCNNModule
 from dp_lightning.privacy.accounting import compose
-from dp_lightning.privacy.plan import RunShape
+from dp_lightning.privacy.plan import RunShape, error_of_noise
 
 CONFIG = "digits --privacy.accountant rdp --trainer.accelerator cpu"
 N, D = 1437, 5050
@@ -48,6 +48,14 @@ def test_every_combination_has_the_noise_of_its_own_plan(capsys, touched):
             "noise_norm_over_clipping_norm": pytest.approx(sigma * D**0.5 / size),
         }
     assert not touched
+
+
+def test_noise_that_is_correlated_has_its_bands_its_error_and_batches_that_allow_them(capsys):
+    found = answer(capsys, f"{CONFIG} --privacy.bands 4 --trainer.max_steps 24")["runs"]
+    assert [run["expected_batch_size"] for run in found] == [128, 256, N // 4]
+    for run in found:
+        shape = RunShape(num_train=N, expected_batch_size=run["expected_batch_size"], num_steps=24, delta=1e-4, bands=4)
+        assert (run["bands"], run["error_of_noise"]) == (4, error_of_noise(shape, 3.0))
 
 
 @pytest.mark.parametrize(("clipping", "sensitivity"), [("flat", 1.0), ("per_layer", 3.0)])

@@ -115,6 +115,13 @@ def test_an_interrupted_run_says_so(tmp_path):
     assert shown_epsilon(compose([kind], delta=1e-3, accountant="rdp")) in page
 
 
+@pytest.mark.parametrize(("bands", "independent"), [(1, 3), (3, 1)])
+def test_correlated_steps_resolve_no_more_than_one_step(tmp_path, bands, independent):
+    size = sum(parameter.numel() for parameter in Plain().parameters())
+    row = next(row for row in plain_fit(tmp_path, bands=bands).splitlines() if row.startswith("| whole gradient | "))
+    assert row.endswith(f"| {(2 / (size * independent)) ** 0.25:.3f} |")
+
+
 def test_what_a_resumed_run_logs_again_replaces_what_was_logged_before(tmp_path):
     for number, (steps, value) in enumerate([(range(6), 1.0), (range(3, 8), 2.0)]):
         logger = TensorBoardLogger(tmp_path, name=None, version="", filename_suffix=f".{number}")

@@ -16,10 +16,10 @@ from dp_lightning.privacy.statement import PrivacyStatement
 RATE = 0.01
 
 
-def take(journal, folder, steps, sigma=1.0):
+def take(journal, folder, steps, sigma=1.0, bands=1):
     journal.add_folder(folder)
-    for _ in range(steps):
-        journal.record(noise_multiplier=sigma, sample_rate=RATE)
+    for step in range(steps):
+        journal.record(noise_multiplier=sigma, sample_rate=RATE, place=step % bands)
 
 
 def write_statement(journal, folder, delta=1e-5, earlier=None, **facts):
@@ -34,21 +34,21 @@ def write_statement(journal, folder, delta=1e-5, earlier=None, **facts):
 def run(tmp_path):
     """Makes the folder of a run of this name, with a journal and a statement."""
 
-    def make(name, steps=5, sigma=1.0, **facts):
+    def make(name, steps=5, sigma=1.0, bands=1, **facts):
         folder, journal = tmp_path / name, Journal(name)
         folder.mkdir()
-        take(journal, folder, steps, sigma)
+        take(journal, folder, steps, sigma, bands)
         write_statement(journal, folder, **facts)
         return folder
 
     return make
 
 
-@pytest.mark.parametrize("sigma", [1.0, 2.0])
-def test_all_steps_of_two_runs_are_composed_at_the_smallest_delta(run, sigma):
-    total = total_epsilon([run("a", 30, delta=1e-4), run("b", 40, sigma, delta=1e-6)])
-    steps = [(1.0, RATE, 30), (sigma, RATE, 40)]
-    assert total.epsilon == total.epsilons()["prv"] == pytest.approx(compose(steps, delta=1e-6), rel=1e-9)
+@pytest.mark.parametrize(("sigma", "bands"), [(1.0, 1), (2.0, 1), (2.0, 4)])
+def test_all_steps_of_two_runs_are_composed_at_the_smallest_delta(run, sigma, bands):
+    total = total_epsilon([run("a", 30, delta=1e-4), run("b", 40, sigma, bands, delta=1e-6)])
+    rounds = [(1.0, RATE, 30), (sigma, RATE, 40 // bands)]
+    assert total.epsilon == total.epsilons()["prv"] == pytest.approx(compose(rounds, delta=1e-6), rel=1e-9)
     assert max(map(total.epsilon_of, "ab")) < total.epsilon < sum(map(total.epsilon_of, "ab"))
     assert (total.delta, total.num_steps, total.unit) == (1e-6, 70, "one training example")
     assert f"2 runs on the same data together: ({total.epsilon:.4g}, 1e-06)-DP by PRV" in total.sentence

@@ -13,6 +13,7 @@ from plain_run import Plain, loader, privacy, trainer
 from dp_lightning.cli import main
 from dp_lightning.commands.verify import verify
 from dp_lightning.privacy.plan import PrivacyPlan
+from dp_lightning.privacy.schedules import Schedule
 from dp_lightning.privacy.statement import PrivacyStatement
 from dp_lightning.private_run.resume import PRIVATE_RUN
 
@@ -160,6 +161,7 @@ def altered(value):
 
 def plans(plan):
     others = {"accountant": "prv", "delta": 1e-4, "target_epsilon": 90.0, "expected_batch_size": 10}
+    others["noise_schedule"] = Schedule("linear", 0.5)
     for item in fields(PrivacyPlan):
         yield replace(plan, **{item.name: others.get(item.name) or getattr(plan, item.name) + 1})
 
@@ -172,6 +174,7 @@ KEPT = {"ledger", "unprotected", "faults"}
 def test_a_field_that_was_edited_in_both_files_of_the_statement_is_found(run, name):
     claims = PrivacyStatement.from_dict(json.loads(statement(run).read_text()))
     others = {"plan": list(plans(claims.plan)), "examples": ["one_by_one"], "postprocessing": ["Kalman"]}
+    others["choice"] = [{"distribution": "poisson", "expected_runs": 3.0, "runs": [[[2.0, 0.1, 3]]]}]
     for value in others.get(name) or [altered(getattr(claims, name))]:
         replace(claims, **{name: value}).write(run)
         assert failed(run), value

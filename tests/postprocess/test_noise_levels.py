@@ -19,6 +19,7 @@ from dp_lightning.postprocess import (
     Scale,
     SpectralShrinkage,
 )
+from dp_lightning.privacy.bands import deviations
 
 
 class Decaying(EntrywiseLinear):
@@ -61,18 +62,25 @@ CHAINS = {
 SIGMA = 0.7
 
 
+@pytest.mark.parametrize("coefficients", [(1.0,), (0.8, 0.6), (0.6, 0.48, 0.64)])
 @pytest.mark.parametrize("name", CHAINS)
-def test_the_stated_noise_is_exact(name):
-    """Each step's noise in a coordinate of its own: the length of the output is its standard deviation."""
-    steps = 60
+def test_the_stated_noise_is_exact(name, coefficients):
+    """Each step's own noise in a coordinate of its own: the length of the output is its standard deviation."""
+    steps, resumes = 60, 20
     chain, written_out = Chain(CHAINS[name]()), Chain(CHAINS[name]())
+    noise = torch.zeros(steps, steps, 1, dtype=torch.float64)  # y of each step
     for step in range(steps):
-        # A run that goes on after a change of its plan has another noise.
-        sigma = SIGMA if step < 20 else 1.3
-        impulse = torch.zeros(steps, 1, dtype=torch.float64)
-        impulse[step] = sigma
+        if step in (0, resumes):  # a run that goes on, with fresh noise and another level
+            chain.load_state_dict(chain.state_dict())
+            chain.begin_noise(coefficients)
+            written_out.begin_noise(coefficients)
+        block, sigma = (0, SIGMA) if step < resumes else (resumes, 1.3)
+        noise[step, step] = 1
+        for back, coefficient in enumerate(coefficients[1:], 1):
+            noise[step] -= coefficient * noise[step - back] if step - back >= block else 0
+        noise[step] /= coefficients[0]
         # NoiseNormalize divides by the norm of a parameter of this shape in both.
-        traced = written_out({"w": impulse}, noise=sigma)["w"]
+        traced = written_out({"w": sigma * noise[step]}, noise=sigma)["w"]
         chain({"w": torch.zeros(steps, 1)}, noise=sigma)
         assert chain.noise["w"] == pytest.approx(float(traced.norm()), rel=1e-9), step
 
@@ -87,6 +95,26 @@ def test_each_parameter_has_the_noise_of_its_own_history():
     assert chain.noise["late.w"] ** 2 == pytest.approx(sum(0.81**k for k in range(2)))
     assert chain.noise["head.w"] == 1.0
     assert chain.noise["b"] == 2.0
+
+
+def test_the_noise_of_a_parameter_that_was_frozen_has_gone_on():
+    chain = Chain([Scale(2.0, applies_to="all")])
+    chain.begin_noise((0.8, 0.6))
+    for step in range(5):
+        chain({"early": torch.zeros(3), **({"late": torch.zeros(3)} if step >= 3 else {})}, noise=1.0)
+    assert chain.noise["late"] == chain.noise["early"] == pytest.approx(2 * deviations((0.8, 0.6), 5)[-1])
+
+
+@pytest.mark.parametrize(
+    ("transforms", "expected"),
+    [
+        ([], [1.0, 0.5, 0.25, 0.125]),
+        ([Momentum(0.5), Orthogonalize(), Momentum(0.9, applies_to="vectors")], [1.0, 1.0, 0.75, 0.5]),
+        ([LowPass(a=(), b=(0.5, 0.5)), Scale(3.0)], [0.5, 0.75, 0.375, 0.1875]),
+    ],
+)
+def test_filters_turn_what_the_optimizer_makes_of_a_gradient_into_what_the_weights_get(transforms, expected):
+    assert Chain(transforms).filtered([1.0, 0.5, 0.25, 0.125]) == pytest.approx(expected)
 
 
 def test_behind_a_transform_that_is_not_linear_the_noise_is_not_known():

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from clipped_sums import fails
 from torch import nn
 from torch.nn import functional as F
 
@@ -72,7 +73,7 @@ def record(model, loss, *examples, **options):
             found[name] = gradients
 
     recording = Recording(trained, len(examples[0]), take, **options)
-    with explaining():
+    with explaining(fails, lambda: "a batch of one example", together=True):
         recording.backward(recording.run(lambda *example: loss(model, *example), *examples))
     return found, recording
 

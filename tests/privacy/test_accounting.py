@@ -193,7 +193,11 @@ def test_ledger_survives_a_weights_only_checkpoint() -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [{"runs": []}, {"runs": [[1.0, 0.1, 2]]}, {"runs": [[50.0, 0.1, 1000]]}],  # or more steps, but not the ones taken
+    [
+        {"runs": [], "steps": 0},
+        {"runs": [[1.0, 0.1, 2]], "steps": 3},
+        {"runs": [[50.0, 0.1, 1000]], "steps": 1000},  # more steps, but not the ones taken
+    ],
 )
 def test_ledger_never_forgets(state: dict) -> None:
     ledger = filled((1.0, 0.1, 3))
@@ -207,7 +211,13 @@ def test_ledger_never_forgets(state: dict) -> None:
 )
 def test_forged_runs_are_refused(run: object) -> None:
     with pytest.raises(ConfigurationError, match="malformed"):
-        Ledger().load_state_dict({"runs": [[1.0, 0.1, 1], run]})
+        Ledger().load_state_dict({"runs": [[1.0, 0.1, 1], run], "steps": 2})
+
+
+@pytest.mark.parametrize(("runs", "steps"), [([], 50), ([[1.0, 0.1, 3]], 2), ([[1.0, 0.1, 3]], "x")])
+def test_a_ledger_has_a_round_for_its_steps_and_a_step_for_each_round(runs: object, steps: object) -> None:
+    with pytest.raises(ConfigurationError, match="malformed"):
+        Ledger().load_state_dict({"runs": runs, "steps": steps})
 
 
 @pytest.mark.parametrize(("budget", "delta"), [(0.0, 0.1), (1.0, 0.1), (8.0, 1e-5)])

@@ -44,7 +44,7 @@ def test_table_of_signal_to_noise_is_rdp(batch_size: int, sigma: float, noise_no
     ).calibrate(4.0, accountant="rdp")
     assert plan.noise_multiplier == pytest.approx(sigma, abs=0.01)
     # The table rounds the norm to 0.01 after an unrounded sigma.
-    norm = plan.noise_norm(num_parameters=WRN_16_4_PARAMETERS, sensitivity=1.0)
+    norm = plan.noise_level(sensitivity=1.0) * math.sqrt(WRN_16_4_PARAMETERS)
     assert norm == pytest.approx(noise_norm, abs=0.012)
 
 

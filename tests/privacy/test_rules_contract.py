@@ -1,6 +1,7 @@
 """Every rule gives what a float64 loop over single examples gives: gradients, norms, and the clipped sum."""
 
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dp_lightning.privacy.gradients import convolution, normalization, products
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.rules import RULES, Rule, per_example, register_rule
+from dp_lightning.privacy.gradients.sources import Sources
 
 B = 4
 
@@ -146,10 +148,16 @@ def recorded(layer, x, take):
 
 
 def formed(layer, x):
-    """The same as a step records them, and how the gradients of each parameter were computed."""
-    found = {}
-    recording = recorded(layer, x, lambda contribution: found.update(contribution.formed().gradients))
-    return found, recording.methods
+    """The same as a step records them, and the parameters of which each example gets a copy."""
+    found, copied, copies = {}, set(), Sources.copies
+
+    def watched(sources, tensor, at):
+        copied.add(next(name for name, parameter in layer.named_parameters() if parameter is tensor))
+        return copies(sources, tensor, at)
+
+    with patch.object(Sources, "copies", watched):
+        recorded(layer, x, lambda contribution: found.update(contribution.formed().gradients))
+    return found, copied
 
 
 def assert_close(found, expected):
@@ -201,8 +209,8 @@ def test_a_call_with_an_option_or_a_parameter_that_the_rule_does_not_cover_gets_
     rule = Rule(("input", *parameters, *options), trained, lambda x, arguments: 2, per_example(never))
     layer = Layer(Case(register_rule(function, rule), row, parameters, options), list(parameters))
     x = layer.case.inputs(())
-    found, methods = formed(layer, x)
-    assert {methods[own] for own in parameters} == {"one copy per example"}
+    found, copied = formed(layer, x)
+    assert copied >= set(parameters)
     assert_close(found, by_loop(layer, x))
 
 
@@ -212,13 +220,9 @@ def test_gradients_norms_and_clipped_sums_equal_the_loop(name):
     for lead, trained in itertools.product(case.leads, trained_sets(case)):
         layer, x = Layer(case, trained), case.inputs(lead)
         expected = by_loop(layer, x)
-        found, methods = formed(layer, x)
+        found, copied = formed(layer, x)
         assert_close(found, expected)
-        used = {method for own, method in methods.items() if own in trained}
-        if case.refused:
-            assert used == {"one copy per example"}
-        else:
-            assert not used & {"one copy per example", "pulled back"}
+        assert copied & set(trained) == (set(trained) if case.refused else set())
         for plan in PLANS.values():
             check_clipped(layer, x, expected, plan)
 
@@ -293,15 +297,16 @@ def test_groups_are_folded_where_that_takes_no_copy_and_few_blocks(lead, trained
     layer, x = Layer(CASES["group norm"], trained), CASES["group norm"].inputs(lead)
     expected = by_loop(layer, x)
 
-    def method(x):
-        found, methods = formed(layer, x)
-        assert_close(found, expected)
-        return {methods[own] for own in trained}
+    def is_folded(x):
+        with patch.object(Sources, "leaf", autospec=True, side_effect=Sources.leaf) as leaf:
+            assert_close(formed(layer, x)[0], expected)
+        own = [dict(layer.named_parameters())[name] for name in trained]
+        return any(call.args[1] is parameter for call in leaf.call_args_list for parameter in own)
 
-    assert method(x) == {"folded"}
-    assert method(in_channels_last(x, lead)) == {"by rule"}
+    assert is_folded(x)
+    assert not is_folded(in_channels_last(x, lead))
     monkeypatch.setattr(normalization, "_MOST_GROUPS", B * lead[0] * layer.case.options["num_groups"] - 1)
-    assert method(x) == {"by rule"}
+    assert not is_folded(x)
 
 
 class _UsedTwice(nn.Module):

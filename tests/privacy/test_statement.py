@@ -132,7 +132,7 @@ def test_it_says_what_changed_during_the_run() -> None:
     for phrase in (
         "| target epsilon | 4 |",
         "| lost steps | 3 |",
-        "1 steps with noise multiplier 2, sample rate 0.01; 1 steps with noise multiplier 3",
+        "1 times noise multiplier 2, sample rate 0.01; 1 times noise multiplier 3",
         "the noise was changed after some steps",
     ):
         assert phrase in text

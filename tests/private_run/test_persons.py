@@ -48,6 +48,29 @@ def test_a_run_counts_persons_and_its_statement_says_so(tmp_path, images_per_gro
     assert facts["unit_of_privacy"] == "one person (all images with the same group)"
 
 
+def test_all_images_of_a_person_are_in_one_group_of_correlated_noise_and_a_resumed_run_draws_groups_anew(tmp_path):
+    dataset, bands = of_persons(), 3
+    person_of = dict(zip(map(tuple, dataset.tensors[0].tolist()), dataset.groups, strict=True))
+    found = []
+    for steps in (9, 18):
+        callback, seen = for_persons(bands=bands), PhysicalBatches()  # with q = 1, each person of a step's group
+        run = trainer(tmp_path, callback, seen, max_steps=steps, max_epochs=-1)
+        run.fit(Plain(), loader(dataset), ckpt_path=tmp_path / "run.ckpt" if found else None)
+        run.save_checkpoint(tmp_path / "run.ckpt")
+        groups, images = {}, {}
+        for batch, (x, _) in zip(seen.batches, seen.rows, strict=True):
+            for image in map(tuple, x.tolist()):
+                groups.setdefault(person_of[image], []).append(batch.place.step)
+                images.setdefault(person_of[image], set()).add(image)
+        for drawn in groups.values():
+            first = min(drawn)
+            assert sorted(drawn) == [step for step in range(first, steps, bands) for _ in range(3)]
+        assert set(groups) == set(dataset.groups)
+        assert len(images["p00"]) > 3
+        found.append({person: min(drawn) % bands for person, drawn in groups.items()})
+    assert found[0] != found[1]
+
+
 def test_a_resumed_run_keeps_its_persons(tmp_path):
     run = trainer(tmp_path, for_persons(), max_steps=3)
     run.fit(Plain(), loader(of_persons()))

@@ -12,7 +12,8 @@ from dp_lightning.commands.verify import verify
 from dp_lightning.errors import BudgetError, ConfigurationError, DataError, ModelError
 from dp_lightning.postprocess import LowPass, MagnitudeScale, Orthogonalize
 from dp_lightning.privacy import GaussianNoise
-from dp_lightning.private_run.resume import PRIVATE_RUN
+from dp_lightning.privacy.schedules import Schedule
+from dp_lightning.private_run.resume import PRIVATE_RUN, RunHistory, plan_of_fit
 
 
 class CrashAfter(Stop):
@@ -301,3 +302,74 @@ def test_a_run_that_died_behind_its_last_step_is_stated(tmp_path, saved, lost, t
         assert (found["num_steps"], found["num_steps_planned"], found["lost_steps"]) == (9, 9, lost)
         assert found["release"] == "ok"
         assert [finding for finding in verify(tmp_path, []) if finding[1] is not None] == []
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule("cosine", 0.5)], ids=str)
+def test_ten_resumes_with_correlated_noise_keep_the_target(schedule):
+    settings, steps = budgeted(4.0, bands=4, noise_schedule=schedule), 200
+    shape = settings.shape_of(800, max_epochs=None, max_steps=steps)
+    history, fits, noise = RunHistory(), [7, 11, 1, 20, 33, 2, 3, 45, 6, 30, 42], []
+    for taken in fits:
+        history.plan, ends = plan_of_fit(settings, shape, history)
+        assert not ends
+        noise.append(history.plan.noise_multiplier)
+        first = history.ledger.num_steps
+        for number in range(first, first + taken):
+            place = (number - first) % 4
+            sigma = history.plan.noise_at(noise[-1], number - place)
+            history.ledger.record(noise_multiplier=sigma, sample_rate=0.1, place=place)
+        assert history.ledger.epsilon(delta=1e-3, accountant="rdp") <= 4.0
+    assert history.ledger.epsilon(delta=1e-3, accountant="rdp") > 3.96
+    assert history.ledger.num_steps == sum(fits) == steps
+    assert history.ledger.totals.total() == sum(-(-taken // 4) for taken in fits)
+    assert noise == sorted(noise)
+    assert noise[-1] < 1.3 * noise[0]
+
+
+def test_a_run_with_correlated_noise_ends_where_the_budget_has_no_further_round():
+    settings = budgeted(4.0, bands=4)
+    shape, history = settings.shape_of(800, max_epochs=None, max_steps=2000), RunHistory()
+    history.plan, _ = plan_of_fit(settings, shape, history)
+    for number in range(1989):  # eleven steps before the end, in three rounds more
+        history.ledger.record(noise_multiplier=history.plan.noise_multiplier, sample_rate=0.1, place=number % 4)
+    with pytest.warns(UserWarning, match="ends after 1989 of 2000 steps"):
+        assert plan_of_fit(settings, shape, history) == (history.plan, True)
+    with pytest.raises(BudgetError, match="too little is left"):
+        plan_of_fit(budgeted(3.9, bands=4), shape, history)
+
+
+def test_a_longer_run_keeps_the_bands_that_auto_has_chosen():
+    settings, history = budgeted(4.0, bands="auto"), RunHistory()
+    history.plan, _ = plan_of_fit(settings, settings.shape_of(800, max_epochs=None, max_steps=20), history)
+    history.ledger.record(noise_multiplier=history.plan.noise_multiplier, sample_rate=history.plan.sample_rate)
+    longer = settings.shape_of(800, max_epochs=None, max_steps=4000)
+    assert longer.bands != history.plan.bands
+    assert plan_of_fit(settings, longer, history)[0].bands == history.plan.bands
+
+
+def test_a_run_with_correlated_noise_that_stops_again_and_again_keeps_its_target(tmp_path, capsys):
+    """Each fit begins a new round, and no checkpoint has the noise of its steps."""
+    callback = budgeted(5.0, bands=3)
+    crash(tmp_path, callback, saved=1, stopped=1)
+    noise = [callback.plan.noise_multiplier]
+    for step in range(1, 7):
+        callback = budgeted(5.0, bands=3)
+        run = trainer(tmp_path, callback, Stop(step + 1))
+        with pytest.raises(RuntimeError, match="stopped"):
+            run.fit(Plain(), loader(), ckpt_path=tmp_path / "saved" / f"step={step}.ckpt", weights_only=True)
+        run.save_checkpoint(tmp_path / "saved" / f"step={step + 1}.ckpt")
+        noise.append(callback.plan.noise_multiplier)
+        assert (callback.ledger.num_steps, callback.ledger.totals.total()) == (step + 1, step + 1)
+        assert callback.ledger.epsilon(delta=1e-3) <= 5.0
+        assert "a round that was cut short counts whole" in capsys.readouterr().out
+    assert noise == sorted(noise)
+    # Three steps were left when the last round began; of its other two nothing can be paid.
+    with pytest.warns(UserWarning, match="ends after 7 of 9 steps"):
+        resume(tmp_path, callback := budgeted(5.0, bands=3), 7)
+    assert callback.ledger.num_steps == 7
+    assert 4.4 < callback.ledger.epsilon(delta=1e-3) <= 5.0
+    assert [each for each in verify(tmp_path) if each[1] is not None] == []
+    saved = torch.load(tmp_path / "saved" / "step=7.ckpt", weights_only=True)
+    assert not saved["private_run"]["step"]
+    with pytest.raises(ConfigurationError, match=r"privacy\.bands 3, and it is 1 now"):
+        resume(tmp_path, budgeted(5.0), 7)

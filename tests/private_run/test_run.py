@@ -1,5 +1,8 @@
 """A plain LightningModule on a plain Trainer trains privately, and the run is what the plan says."""
 
+import csv
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -23,7 +26,9 @@ from dp_lightning.callbacks.privacy import privacy_of
 from dp_lightning.commands.verify import verify
 from dp_lightning.errors import ModelError
 from dp_lightning.postprocess import Momentum
+from dp_lightning.privacy.clipping import AdaptiveClipping
 from dp_lightning.privacy.journal import journal_name
+from dp_lightning.privacy.schedules import Schedule
 
 
 def test_a_plain_module_trains_and_reaches_high_accuracy(tmp_path):
@@ -62,6 +67,39 @@ def test_a_run_with_a_log_folder_leaves_its_files_there(tmp_path):
     trainer(tmp_path, callback := privacy(), logger=CSVLogger(tmp_path, name="logs")).fit(Plain(), loader())
     assert callback.private_run.folder == tmp_path / "logs" / "version_0"
     assert written(callback)["num_steps"] == 9
+
+
+@pytest.mark.parametrize(
+    ("rule", "shown"),
+    [
+        ({"clip_schedule": Schedule("linear", 0.25)}, "C 1 to 0.25 (linear), T 9"),
+        ({"adaptive_clipping": AdaptiveClipping()}, "C 1, then the 0.5 quantile of norms, T 9"),
+    ],
+    ids=["schedule", "adaptive"],
+)
+def test_a_clipping_norm_that_changes_is_shown_logged_and_stated(tmp_path, capsys, rule, shown):
+    class Norms(Callback):
+        """C of each step, by the noise of its gradient."""
+
+        def on_before_optimizer_step(self, *args):
+            found.append(callback.private_run.step.noise_level * 20 / multiplier)
+
+    found, callback = [], privacy(**rule)
+    adaptive = callback.adaptive_clipping
+    multiplier = 1.0 if adaptive is None else adaptive.noises(1.0, 20)[0]
+    logger = CSVLogger(tmp_path)
+    trainer(tmp_path, callback, Norms(), logger=logger, log_every_n_steps=1).fit(Plain(), loader())
+    assert shown in capsys.readouterr().out
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        logged = [float(row["privacy/max_grad_norm"]) for row in csv.DictReader(file) if row["privacy/max_grad_norm"]]
+    assert len(set(found)) == (8 if adaptive is None else 9)
+    assert logged == pytest.approx(found)
+    statement, last = callback.statement(), callback.private_run.step.max_grad_norm
+    assert statement.unprotected == ("train_loss",)
+    assert statement.clipping["latest_max_grad_norm"] == last
+    assert adaptive is None or f"C {last:.4g}, then" in callback.private_run.overview()
+    expected = "by a schedule" if adaptive is None else "each step also releases, with noise, how many of its examples"
+    assert expected in statement.to_markdown()
 
 
 def test_the_physical_batch_size_does_not_change_the_result(tmp_path):

@@ -4,7 +4,9 @@ import pytest
 from plain_run import Plain, loader, privacy, trainer
 
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.privacy.clipping import AdaptiveClipping
 from dp_lightning.privacy.disk import DiSK
+from dp_lightning.privacy.schedules import Schedule
 from dp_lightning.private_run.settings import KEPT, PrivacySettings
 
 
@@ -53,6 +55,10 @@ CHANGES = {
     "clipping": {"clipping": "per_layer"},
     "clip_factor": {"clip_factor": "automatic"},
     "max_grad_norm": {"max_grad_norm": 2.0},
+    "bands": {"bands": 2},
+    "noise_schedule": {"noise_schedule": Schedule("linear", 0.5)},
+    "clip_schedule": {"clip_schedule": Schedule("cosine", 0.5)},
+    "adaptive_clipping": {"adaptive_clipping": AdaptiveClipping()},
 }
 
 

@@ -108,11 +108,6 @@ class Searching(Plain):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Sparse(Plain):
-    def configure_optimizers(self):
-        return torch.optim.SparseAdam(self.parameters())
-
-
 class Foreign(Plain):
     def configure_optimizers(self):
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
@@ -123,7 +118,6 @@ class Foreign(Plain):
     [
         (Manual, "automatic_optimization of Manual is False"),
         (Searching, "LBFGS reads the gradient several times"),
-        (Sparse, "SparseAdam takes sparse gradients"),
         (Foreign, "holds a parameter that is not among the module's trained"),
     ],
 )

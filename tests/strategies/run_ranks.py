@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -118,8 +119,8 @@ def main(settings):
 PLAN = PrivacyPlan(num_train=1000, expected_batch_size=50, num_steps=100, noise_multiplier=0.7, delta=1e-4)
 
 
-def release(size, folder, claimed):
-    """A release of gradients that are zero: leaves the noise alone, times B, or the error, in ``rank<rank>.pt``."""
+def release(size, folder, claimed, bands):
+    """Five releases of gradients that are zero: leaves the noise, times B, or the error, in ``rank<rank>.pt``."""
     rank = int(os.environ.get("RANK", 0))
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
     module = nn.Linear(1, 500_000, bias=False)
@@ -127,19 +128,22 @@ def release(size, folder, claimed):
         module,
         lambda batch: 0 * module(batch[0]).sum(),
         TensorDataset(torch.ones(1000, 1)),
-        plan=PLAN,
+        plan=replace(PLAN, bands=bands, num_steps=5),
         clip_plan=ClipPlan.flat(max_grad_norm=3.0),
         max_physical_batch_size=8,
         ranks=Ranks(rank if claimed is None else claimed, size),
         seed=0,
     )
-    for batch in step.batches():
-        step.accumulate(batch)
+    noise = []
     try:
-        stop = step.release(stop=rank == size - 1)
+        for _ in range(5):
+            for batch in step.batches():
+                step.accumulate(batch)
+            stop = step.release(stop=rank == size - 1)
+            noise.append(module.weight.grad.flatten() * PLAN.expected_batch_size)
     except DpLightningError as error:
         result = str(error)
     else:
-        result = {"noise": module.weight.grad * PLAN.expected_batch_size, "stop": stop}
+        result = {"noise": torch.stack(noise), "stop": stop, "coefficients": list(step.noise.coefficients)}
     torch.save(result, f"{folder}/rank{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -178,20 +178,24 @@ def test_every_rank_gets_as_many_physical_batches(num_ranks, count, size):
         assert [batch.last for batch in share] == [False] * (len(share) - 1) + [True]
 
 
-def releases(folder, size, claimed=None):
-    ended = run_on_ranks(release, folder, size, size, str(folder), claimed)
+def releases(folder, size, claimed=None, bands=1):
+    ended = run_on_ranks(release, folder, size, size, str(folder), claimed, bands)
     assert not any(ended.codes), ended.stderr
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_noise_on_the_sum_is_that_of_the_plan_for_any_number_of_ranks(tmp_path, size):
-    results = releases(tmp_path, size)
-    noise = results[0]["noise"]
-    # 500,000 draws: the standard deviation is known to 0.1 %.
-    assert float(noise.std()) == pytest.approx(0.7 * 3.0, rel=0.005)
-    assert abs(float(noise.mean())) < 5 * 2.1 / 500_000**0.5
-    assert all(torch.equal(result["noise"], noise) for result in results)
+@pytest.mark.parametrize(("size", "bands"), [(1, 1), (2, 1), (2, 3), (4, 3)])
+def test_the_noise_on_the_sum_is_that_of_the_plan_for_any_number_of_ranks(tmp_path, size, bands):
+    results = releases(tmp_path, size, bands=bands)
+    noise = results[0]["noise"].double()
+    # C y = z: rows of independent noise, of 500,000 draws each, whose standard deviation is known to 0.1 %.
+    terms = enumerate(results[0]["coefficients"])
+    independent = sum(c * torch.cat([torch.zeros(back, noise.shape[1]), noise[: 5 - back]]) for back, c in terms)
+    assert independent.std(1).tolist() == pytest.approx([0.7 * 3.0] * 5, rel=0.005)
+    assert independent.mean(1).abs().max() < 5 * 2.1 / 500_000**0.5
+    assert (torch.corrcoef(independent) - torch.eye(5)).abs().max() < 5 / 500_000**0.5
+    assert len(results[0]["coefficients"]) == bands
+    assert all(torch.equal(result["noise"], results[0]["noise"]) for result in results)
     assert all(result["stop"] for result in results)
 
 

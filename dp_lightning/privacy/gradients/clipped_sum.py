@@ -37,9 +37,11 @@ class ClippedSum:
         self._known_places: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         # A little less than the plan's, for the rounding of norms and factors.
         bounds = [bound * (1 - _ROOM) for bound in clip_plan.bounds(groups)]
-        self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)
+        self._first_bounds = self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)
         self.discarded = torch.zeros((), dtype=torch.int64, device=device)
         """How many examples of the logical batch have a gradient that is not finite."""
+        self.within = torch.zeros((), dtype=torch.float32, device=device)
+        """The sum of 1/2 for each example whose norm in the first group is at most its bound, and -1/2 for others."""
         # The strides of a dense tensor, even if a parameter is a view of a larger one.
         self._places = {
             name: (p.shape, torch.empty_like(p, device="meta").stride(), p.numel()) for name, p in parameters.items()
@@ -56,10 +58,16 @@ class ClippedSum:
             for (name, (shape, stride, _)), part in zip(self._places.items(), parts, strict=True)
         }
 
-    def reset(self) -> None:
-        """Start a new logical batch."""
+    def reset(self, scale: float = 1.0) -> None:
+        """Start a new logical batch.
+
+        Args:
+            scale: the bounds of this batch over those of the plan.
+        """
+        self._bounds = self._first_bounds * scale
         self.flat.zero_()
         self.discarded.zero_()
+        self.within.zero_()
 
     def begin(self, batch_size: int, counted: Tensor | None = None) -> None:
         """Start a physical batch of ``batch_size`` examples.
@@ -124,6 +132,8 @@ class ClippedSum:
         broken = (~squared.isfinite()).any(dim=1)
         self.discarded += (broken if self._counted is None else broken & self._counted).sum()
         self._kept, self._rows = [], {}
+        halves = (squared[:, 0].sqrt() <= self._bounds[0]).float() - 0.5
+        self.within += (halves if self._counted is None else halves * self._counted).sum()
         return squared.sqrt()
 
     def _joined_rows(self) -> Tensor | None:

@@ -59,9 +59,6 @@ class Contribution(ABC):
     a bound on the difference is part of the norm.
     """
 
-    method: str
-    """How the gradients are computed, in a few words."""
-
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
@@ -106,8 +103,8 @@ class Contribution(ABC):
 class PerExample(Contribution):
     """Per-example gradients that exist as tensors of shape (b, *parameter.shape)."""
 
-    def __init__(self, gradients: dict[str, Tensor], method: str) -> None:
-        self.gradients, self.method = gradients, method
+    def __init__(self, gradients: dict[str, Tensor]) -> None:
+        self.gradients = gradients
         self._rows = {name: rows for name, rows in gradients.items() if rows.shape[1:].numel() <= _SMALL}
 
     @property

@@ -50,7 +50,7 @@ class NormRule:
             if "bias" in names:
                 found["bias"].append(_sum(g, dims))
         rows = {name: found[own][0] if len(found[own]) == 1 else torch.cat(found[own]) for own, name in names.items()}
-        return PerExample({name: sum_of_views(row, call.rows) for name, row in rows.items()}, "by rule")
+        return PerExample({name: sum_of_views(row, call.rows) for name, row in rows.items()})
 
 
 def _sum(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -171,7 +171,6 @@ class Product(Contribution):
 
     def __init__(self, factors: Factors, names: Mapping[str, str]) -> None:
         self._factors, self._names = factors, names
-        self.method = "formed"
         self._kept: list[Tensor] = []  # formed, of r examples each, b in all
         self._bias: Tensor | None = None  # (b, ...)
         self._norms = torch.empty(0)  # of parts of the weight's gradient, (b, k)
@@ -189,7 +188,7 @@ class Product(Contribution):
         gradients = dict(self.rows)
         if self._kept:
             gradients[self._names["weight"]] = self._factors.weight(joined(self._kept))
-        return PerExample(gradients, self.method)
+        return PerExample(gradients)
 
     def measure(self) -> None:
         if not self._only_bias and kept_method(self._factors.size) == "Gram":
@@ -227,7 +226,6 @@ class Product(Contribution):
             self._measure_gram()
             self.add_measured(weigh, sums)
             return
-        self.method = "formed and used up"
         with self._adding_to(sums[self._names["weight"]]) as total:
             for rows in factors.ranges(factors.forming):
                 pieces = {"weight": factors.form(rows, _GRADIENTS)}
@@ -266,7 +264,7 @@ class Product(Contribution):
         self._norms = joined(norms)
 
     def _measure_gram(self) -> None:
-        self.method, size = "Gram", self._factors.size
+        size = self._factors.size
         # Two Gram matrices and what they are computed from, in float64.
         ranges = self._factors.ranges(2 * (2 * size.groups * size.positions**2 + size.seen))
         self._norms = joined([self._gram_norms(rows) for rows in ranges])

@@ -89,8 +89,6 @@ class Recording(TorchFunctionMode):
         self._level = 0
         self._failed: Any = None
         self._single: frozenset[str] = frozenset()
-        #: How the gradients of each parameter were computed.
-        self.methods: dict[str, str] = {}
 
     def run(self, step: Callable[..., Tensor], *examples: Any) -> Tensor:
         """The losses (b,) of ``step`` on each example.
@@ -217,7 +215,7 @@ class Recording(TorchFunctionMode):
     def _record(
         self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: int, sources: list[Tensor]
     ) -> Any:
-        arguments = rule.bind(args, kwargs)
+        arguments = {**dict(zip(rule.arguments, args, strict=False)), **kwargs}
         x = arguments.pop(rule.arguments[0])
         trained = {
             own: value
@@ -238,7 +236,7 @@ class Recording(TorchFunctionMode):
                 """Weights (b * K, *shape); the rows of an example share its copy."""
                 value = arguments[own]
                 frozen = value.expand(self._batch_size, *value.shape)
-                copies = self._sources.leaf(value, "folded") if own in trained else frozen
+                copies = self._sources.leaf(value) if own in trained else frozen
                 return copies.unsqueeze(1).expand(-1, prod(shape), *value.shape).flatten(0, 1)
 
             result = NotImplemented if rule.folded is None else rule.folded(rows, arguments, for_each_row)
@@ -297,21 +295,17 @@ class Recording(TorchFunctionMode):
         contribution = rule.contribution(call, gradient.detach())
         if self._single.issuperset(contribution.names):
             self._take(contribution)
-            self.methods.update(dict.fromkeys(contribution.names, contribution.method))
             return
         for name, gradients in contribution.formed().gradients.items():
             self._sources.add(name, gradients)
-            if name in self._parameters:
-                self.methods[name] = contribution.method
 
     def _hand_over(self) -> None:
         """Hand over parameters with several uses, copies or computations, whose gradients add up before the norm."""
         total: dict[str, Tensor] = {}
-        for name, gradients, method in self._sources.gradients():
+        for name, gradients in self._sources.gradients():
             total[name] = total[name] + gradients if name in total else gradients
-            self.methods[name] = method or self.methods[name]
         if total:
-            self._take(PerExample(total, "formed"))
+            self._take(PerExample(total))
 
     def _require_no_gradients(self) -> None:
         for name, parameter in self._parameters.items():

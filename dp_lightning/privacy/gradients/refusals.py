@@ -122,12 +122,7 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 @contextmanager
-def explaining(
-    fails: Callable[[int], Exception | None] = lambda rows: None if rows == 1 else ValueError(),
-    seen: Callable[[], str] = lambda: "a batch of one example",
-    *,
-    together: bool = True,
-) -> Iterator[None]:
+def explaining(fails: Callable[[int], Exception | None], seen: Callable[[], str], *, together: bool) -> Iterator[None]:
     """Context in which an error of the step becomes one that a user can act on, with the line of the user's code.
 
     Args:

@@ -74,10 +74,6 @@ class Rule:
     applies: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
     folded: Folded | None = None
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name."""
-        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-
     def covers(self, arguments: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments, its input left out, is recorded by the rule."""
         return arguments.keys() <= {*self.trained, *self.options} and self.applies(arguments)
@@ -121,21 +117,9 @@ def per_example(gradients: Callable[[Call, Tensor], Mapping[str, Tensor]]) -> Ca
 
     def contribution(call: Call, gradient: Tensor) -> Contribution:
         found = gradients(call, gradient)
-        return PerExample({name: found[own] for own, name in call.names.items()}, "by rule")
+        return PerExample({name: found[own] for own, name in call.names.items()})
 
     return contribution
-
-
-def _linear(call: Call, gradient: Tensor) -> Contribution:
-    return Product(Tokens(call.inputs, gradient, call.rows), call.names)
-
-
-def _convolution(call: Call, gradient: Tensor) -> Contribution:
-    return Product(Patches(_geometry(call), call.inputs, gradient, call.rows), call.names)
-
-
-def _transposed(call: Call, gradient: Tensor) -> Contribution:
-    return Product(TransposedPatches(_geometry(call), call.inputs, gradient, call.rows), call.names)
 
 
 def _embedding(call: Call, gradient: Tensor) -> Contribution:
@@ -147,7 +131,7 @@ def _embedding(call: Call, gradient: Tensor) -> Contribution:
         rows = rows.masked_fill((indices == padding % call.weight_shape[0]).unsqueeze(2), 0.0)
     table = rows.new_zeros(len(rows), *call.weight_shape)
     table.scatter_add_(1, indices.unsqueeze(2).expand_as(rows), rows)
-    return PerExample({call.names["weight"]: table}, "by rule")
+    return PerExample({call.names["weight"]: table})
 
 
 def _geometry(call: Call) -> Geometry:
@@ -176,32 +160,29 @@ def _of_weight(x: Tensor, arguments: Mapping[str, Any]) -> int:
     return dims
 
 
-def _of_shape(x: Tensor, arguments: Mapping[str, Any]) -> int:
-    return len(arguments["normalized_shape"])
-
-
-def _all_but_first(x: Tensor, arguments: Mapping[str, Any]) -> int:
-    return x.dim() - 1
-
-
 _CONVOLUTION = Rule(
     ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     ("weight", "bias"),
     _of_weight,
-    _convolution,
+    lambda call, gradient: Product(Patches(_geometry(call), call.inputs, gradient, call.rows), call.names),
     ("stride", "padding", "dilation", "groups"),
 )
 _TRANSPOSED = Rule(
     ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
     ("weight", "bias"),
     _of_weight,
-    _transposed,
+    lambda call, gradient: Product(TransposedPatches(_geometry(call), call.inputs, gradient, call.rows), call.names),
     ("stride", "padding", "output_padding", "groups", "dilation"),
     _is_known_transposed,
 )
 RULES.update(
     {
-        F.linear: Rule(("input", "weight", "bias"), ("weight", "bias"), _of_weight, _linear),
+        F.linear: Rule(
+            ("input", "weight", "bias"),
+            ("weight", "bias"),
+            _of_weight,
+            lambda call, gradient: Product(Tokens(call.inputs, gradient, call.rows), call.names),
+        ),
         torch.conv1d: _CONVOLUTION,
         torch.conv2d: _CONVOLUTION,
         torch.conv3d: _CONVOLUTION,
@@ -219,7 +200,7 @@ RULES.update(
         F.group_norm: Rule(
             ("input", "num_groups", "weight", "bias", "eps"),
             ("weight", "bias"),
-            _all_but_first,
+            lambda x, arguments: x.dim() - 1,
             NormRule(group_norm, channels=True),
             ("num_groups", "eps"),
             folded=folded_group_norm,
@@ -227,7 +208,7 @@ RULES.update(
         F.layer_norm: Rule(
             ("input", "normalized_shape", "weight", "bias", "eps"),
             ("weight", "bias"),
-            _of_shape,
+            lambda x, arguments: len(arguments["normalized_shape"]),
             NormRule(layer_norm, channels=False),
             ("normalized_shape", "eps"),
         ),

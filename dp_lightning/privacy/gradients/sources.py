@@ -29,7 +29,6 @@ class Source:
     uses: int = 0
     copies: Tensor | None = None
     leaf: Tensor | None = None
-    method: str = ""  # how the leaf gets its gradients
     gradients: Tensor | None = None  # (b, *shape), added up over uses
 
     def add(self, gradients: Tensor) -> None:
@@ -89,16 +88,15 @@ class Sources:
         source = self.of(tensor)
         if source.copies is None:
             with below_transforms():
-                leaf = self.leaf(tensor, "one copy per example")
+                leaf = self.leaf(tensor)
             source.copies = wrapped(leaf, at)
         return source.copies
 
-    def leaf(self, tensor: Tensor, method: str) -> Tensor:
+    def leaf(self, tensor: Tensor) -> Tensor:
         """The copies below the vmap: (b, *shape) in the memory of one; their ``grad`` has the examples' gradients."""
         source = self.of(tensor)
         if source.leaf is None:
             source.leaf = tensor.detach().expand(self._batch_size, *tensor.shape).requires_grad_()
-            source.method = method
             source.uses += 1
         return source.leaf
 
@@ -114,22 +112,20 @@ class Sources:
         """Add gradients (b, ...) to the source of that name."""
         self._by_name[name].add(gradients)
 
-    def gradients(self) -> Iterator[tuple[str, Tensor, str]]:
-        """Parameter name, gradients (b, ...) and their method; the gradients of one name still have to be added up."""
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameter name and gradients (b, ...); the gradients of one name still have to be added up."""
         for source in self._found.values():
-            method = ""
             source.require_unchanged()
             if source.leaf is not None and source.leaf.grad is not None:
                 source.add(source.leaf.grad)
-                source.leaf.grad, method = None, source.method
+                source.leaf.grad = None
             gradients, source.gradients = source.gradients, None
             if gradients is None:
                 continue
             if source.name in source.parameters:
-                yield source.name, gradients, method
+                yield source.name, gradients
             else:
-                for name, pulled in _pulled_back(source, gradients).items():
-                    yield name, pulled, "pulled back"
+                yield from _pulled_back(source, gradients).items()
 
 
 def started(output: Tensor) -> Tensor:
