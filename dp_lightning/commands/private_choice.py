@@ -22,6 +22,7 @@ from dp_lightning.commands.sweep import launched
 from dp_lightning.errors import ConfigurationError
 from dp_lightning.experiments.results import VALIDATION, Run
 from dp_lightning.experiments.runs import RunFolder
+from dp_lightning.foreign_text import read_json
 from dp_lightning.privacy.choice import draw_number, epsilon_of_choice
 from dp_lightning.privacy.statement import STATEMENT_FILE, PrivacyStatement
 from dp_lightning.private_run.resume import SavedRun
@@ -136,4 +137,4 @@ def _mark(folder: RunFolder, facts: dict[str, Any] | None) -> None:
             replace(saved, statement=change(saved.statement)).write(checkpoint)
             PrivateCheckpointIO().save_checkpoint(checkpoint, path)
     for path in folder.root.rglob(STATEMENT_FILE):
-        change(PrivacyStatement.read(path)).write(path.parent)
+        change(PrivacyStatement.from_dict(read_json(path))).write(path.parent)

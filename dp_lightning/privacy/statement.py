@@ -18,7 +18,6 @@ from typing import Any
 
 from dp_lightning.atomic_files import replacing
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.foreign_text import read_json
 from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, Run, best_guess
 from dp_lightning.privacy.choice import epsilon_of_choice
 from dp_lightning.privacy.plan import PrivacyPlan
@@ -152,15 +151,6 @@ class PrivacyStatement:
             return cls(plan=PrivacyPlan(**plan, num_steps=facts["num_steps_planned"]), ledger=ledger, **rest)
         except (KeyError, TypeError, ValueError, DpLightningError) as error:
             raise DataError(f"This is not a privacy statement: {type(error).__name__}: {error}") from error
-
-    @classmethod
-    def read(cls, path: Path) -> "PrivacyStatement":
-        """The statement in a file that `write` has written.
-
-        Raises:
-            DataError: where it is none.
-        """
-        return cls.from_dict(read_json(path))
 
     @cached_property
     def epsilon(self) -> dict[str, float | None]:

@@ -58,7 +58,10 @@ def chosen(tmp_path_factory):
 
 
 def statements(out):
-    return {path.parents[3]: PrivacyStatement.read(path) for path in out.rglob("privacy_statement.json")}
+    return {
+        path.parents[3]: PrivacyStatement.from_dict(json.loads(path.read_text()))
+        for path in out.rglob("privacy_statement.json")
+    }
 
 
 def test_one_run_is_released_with_the_price_of_the_choice(chosen):
