@@ -94,6 +94,9 @@ class PredictionFile(BasePredictionWriter):
             csv.writer(file).writerows(rows())
             file.detach()  # writes the rest of the text, and leaves the file open
         trainer.print(f"Predictions are in {self._path}.")
+        sums = probabilities.sum(1)
+        if not getattr(pl_module, "multi_label", False) and not torch.allclose(sums, torch.ones_like(sums), atol=0.02):
+            trainer.print("predict_step returns no probabilities, and p0 and so on are as it returns them.")
         if constant := getattr(data, "num_constant", 0):
             trainer.print(
                 f"All pixels are equal in {constant:,} of {number:,} images. Are they in the units of the window, "

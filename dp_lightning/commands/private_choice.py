@@ -6,6 +6,7 @@ was interrupted begins anew, since the price is that of runs as they were planne
 """
 
 import argparse
+import hashlib
 import math
 import secrets
 import shutil
@@ -102,15 +103,15 @@ def _drawn(runs: Sequence[Run], options: argparse.Namespace) -> list[RunFolder]:
         with replacing(file) as raw:
             raw.write(secrets.token_bytes(32))
         file.chmod(0o600)
-    generator = np.random.Generator(np.random.PCG64(int.from_bytes(file.read_bytes(), "big")))
-    folders = []
-    for _ in range(draw_number(options.expected_runs, options.number, generator)):
-        run, name = runs[int(generator.integers(len(runs)))], generator.bytes(8).hex()
+    key, folders = file.read_bytes(), []
+    generator = np.random.Generator(np.random.PCG64(int.from_bytes(key, "big")))
+    for number in range(draw_number(options.expected_runs, options.number, generator)):
+        name = hashlib.blake2b(number.to_bytes(8, "big"), key=key, digest_size=8).hexdigest()  # it tells no draw
         folder = RunFolder(options.out.resolve() / f"choice-{name}")
         if not folder.finished:
             shutil.rmtree(folder.path, ignore_errors=True)
         folder.path.mkdir(exist_ok=True)
-        folder.prepare(run.settings)
+        folder.prepare(runs[int(generator.integers(len(runs)))].settings)
         folders.append(folder)
     return folders
 

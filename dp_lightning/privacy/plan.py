@@ -268,7 +268,7 @@ def error_of_noise(shape: RunShape, target_epsilon: float) -> float:
 
     def left(bands: int) -> float:
         plan = replace(shape, bands=bands).calibrate(target_epsilon, accountant="rdp")
-        return plan.noise_multiplier * error(coefficients(bands, shape.num_steps), shape.num_steps)
+        return plan.noise_multiplier * error(coefficients(bands, shape.num_steps, (1.0,)), shape.num_steps)
 
     return left(shape.bands) / left(1)
 

@@ -168,8 +168,9 @@ def check_optimizers(trainer: pl.Trainer, trained: Iterable[Tensor]) -> None:
             f"configure_optimizers returns {len(trainer.optimizers)} optimizers; private training needs exactly one.",
         ),
         (
-            any(isinstance(optimizer, optim.LBFGS) for optimizer in trainer.optimizers),
-            "optimizer LBFGS reads the gradient several times per step. Use SGD, Adam or AdamW.",
+            any(isinstance(optimizer, optim.LBFGS | optim.SparseAdam) for optimizer in trainer.optimizers),
+            "optimizer LBFGS reads the gradient several times per step, and SparseAdam takes sparse gradients, which a "
+            "privatized gradient is not. Use SGD, Adam or AdamW.",
         ),
         (
             any(each.requires_grad and id(each) not in ids for group in groups for each in group["params"]),

@@ -108,6 +108,11 @@ class Searching(Plain):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Sparse(Plain):
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(self.parameters())
+
+
 class Foreign(Plain):
     def configure_optimizers(self):
         return torch.optim.SGD([*self.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
@@ -118,6 +123,7 @@ class Foreign(Plain):
     [
         (Manual, "automatic_optimization of Manual is False"),
         (Searching, "LBFGS reads the gradient several times"),
+        (Sparse, "SparseAdam takes sparse gradients"),
         (Foreign, "holds a parameter that is not among the module's trained"),
     ],
 )

@@ -120,7 +120,8 @@ class ClippedSum:
                 self._squared[:, group] += _squared(found)
             small = self._joined_rows()
             squared = self._squared.float()
-            factors = self.clip_plan.factors(squared.sqrt(), self._bounds)
+            norms = squared.sqrt()
+            factors = self.clip_plan.factors(norms, self._bounds)
             if self._counted is not None:
                 factors = factors * self._counted.unsqueeze(1)
             by_group = factors.unbind(1)
@@ -132,9 +133,10 @@ class ClippedSum:
         broken = (~squared.isfinite()).any(dim=1)
         self.discarded += (broken if self._counted is None else broken & self._counted).sum()
         self._kept, self._rows = [], {}
-        halves = (squared[:, 0].sqrt() <= self._bounds[0]).float() - 0.5
-        self.within += (halves if self._counted is None else halves * self._counted).sum()
-        return squared.sqrt()
+        if self.clip_plan.adaptive is not None:
+            halves = (norms[:, 0] <= self._bounds[0]).float() - 0.5
+            self.within += (halves if self._counted is None else halves * self._counted).sum()
+        return norms
 
     def _joined_rows(self) -> Tensor | None:
         """The small gradients as one tensor (b, numbers), float32, whose norms are added here; None without any."""
