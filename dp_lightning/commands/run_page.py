@@ -86,13 +86,13 @@ def curves_in(folder: Path) -> dict[str, Curve]:
     """
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
-    found: dict[str, Curve] = {}
-    for path in sorted(folder.glob("events.out.tfevents.*")):
+    found: dict[str, list[Any]] = {}
+    for path in folder.glob("events.out.tfevents.*"):
         events = EventAccumulator(str(path), size_guidance={SCALARS: 0}).Reload()
         for tag in events.Tags()[SCALARS]:
-            values = {event.step: event.value for event in events.Scalars(tag) if math.isfinite(event.value)}
-            found.setdefault(tag, {}).update(values)
-    return {tag: curve for tag, curve in sorted(found.items()) if curve}
+            found.setdefault(tag, []).extend(event for event in events.Scalars(tag) if math.isfinite(event.value))
+    in_time = [(tag, sorted(events, key=lambda event: event.wall_time)) for tag, events in sorted(found.items())]
+    return {tag: {event.step: event.value for event in events} for tag, events in in_time if events}
 
 
 def _evaluations(page: Document, curves: Mapping[str, Curve]) -> None:

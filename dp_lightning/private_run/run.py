@@ -294,7 +294,7 @@ class PrivateRun:
         if warn_of_shared_persons(reader.dataset, self.trainer.val_dataloaders):
             self.history.unprotected.names.add(SHARED_PERSONS)
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
-        if self.trainer.is_global_zero and warn_of_changed_meaning(self.trainer, self.module, reader):
+        if warn_of_changed_meaning(self.trainer, self.module, reader):  # by all ranks: a step may wait for the others
             self.history.unprotected.names.add(NAME)
 
     def overview(self) -> str:

@@ -34,7 +34,7 @@ class Result:
         get: returns the value, after the step.
     """
 
-    def __init__(self, source: object, get: Callable[[], Any]) -> None:
+    def __init__(self, source: tuple[int, str], get: Callable[[], Any]) -> None:
         self._source, self._get = source, get
 
     def __getitem__(self, key: Any) -> "Result":
@@ -61,6 +61,8 @@ class StepLogging:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._metrics: list[AnyMetric] = [part for part in module.modules() if isinstance(part, AnyMetric)]
+        for metric in self._metrics:  # a rank without new examples takes part in what the ranks compute together
+            vars(metric).update(compute_with_cache=False)
         self._copies: dict[int, AnyMetric] = {}  # by the ids of metrics: copies that see one step alone
         self._mine: list[bool] = []  # whether each example of a call of the loss takes part
         self._clear()
@@ -125,7 +127,7 @@ class StepLogging:
         if isinstance(value, Metric):
             self._at_end[name] = lambda: self._module.log(name, value, **options)
         elif isinstance(value, Result):
-            self._at_end[name] = lambda: self._log_result(name, value, options)
+            self._at_end[name or value._source] = lambda: self._log_result(name, value, options)
         else:
             tensor = value if isinstance(value, Tensor) else torch.full((), float(value), device=self._module.device)
             _require_single(name, tensor)
@@ -137,9 +139,7 @@ class StepLogging:
 
     def _log_dict(self, dictionary: Any, *args: Any, **options: Any) -> None:
         if isinstance(dictionary, Result):
-            options = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **options}
-            self._at_end[dictionary._source] = lambda: self._log_result("", dictionary, options)
-            return
+            return self._log("", dictionary, *args, **options)  # several numbers, each with a name of its own
         whole = isinstance(dictionary, MetricCollection)
         items = dictionary.items(keep_base=False, copy_state=False) if whole else dictionary.items()
         for name, value in items:
@@ -147,8 +147,8 @@ class StepLogging:
 
     def _log_result(self, name: str, result: Result, options: dict[str, Any]) -> None:
         """Log what a metric returned for the examples of the step, with their number as its weight."""
-        size = self._size
-        if not size and self._module.trainer.world_size == 1:
+        size, several = self._size, self._module.trainer.world_size > 1
+        if not size and not (several and (options.get("sync_dist") or result._source[1] == "epoch")):
             return  # some metrics cannot compute without an example
         value = result._get()
         for key, each in value.items() if isinstance(value, dict) else [(name, value)]:
@@ -207,7 +207,7 @@ class StepLogging:
             copy = self._copies[id(metric)] = metric.clone()
             copy.reset()
             for part in _parts(copy):
-                part.sync_on_compute = False  # as in forward
+                part.distributed_available_fn = lambda: False  # a rank's own value, as forward returns it
         return self._copies[id(metric)]
 
     def _give_values(self, metric: AnyMetric) -> None:

@@ -1,10 +1,13 @@
 """What a training step logs, and what it gives to metrics, is said for the whole logical batch at once."""
 
+import os
+
 import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from plain_run import Plain, examples, loader, privacy, trainer, without_noise
+from started_ranks import run_on_ranks
 from torch.nn import functional as F
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
@@ -142,3 +145,44 @@ def test_a_name_of_the_package_is_not_for_a_raw_number(tmp_path, name):
 
     with pytest.raises(ModelError, match=f"logs '{name}', a name that is reserved"):
         trainer(tmp_path, privacy()).fit(Named(), loader())
+
+
+class OnRanks(Plain):
+    def __init__(self):
+        super().__init__()
+        self.called, self.returned, self.all = MulticlassAUROC(3, thresholds=None), f1(), f1()
+        self.scores = MetricCollection({"f1": f1()})
+
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        self.called(logits, batch[1])
+        self.log("called", self.called)
+        self.log("returned", self.returned(logits, batch[1]))
+        self.log_dict(self.scores(logits, batch[1]))
+        self.all.update(logits, batch[1])
+        self.log("so_far", self.all.compute())
+        return F.cross_entropy(logits, batch[1])
+
+
+def logged_on_a_rank(folder):
+    torch.manual_seed(0)
+    shown, ranks = Shown(), {"strategy": "dp_ddp", "devices": 2, "max_steps": 3}
+    trainer(folder, without_noise(max_grad_norm=1e-9), shown, **ranks).fit(OnRanks(), loader())
+    torch.save(shown.steps, folder / f"{os.environ['RANK']}.pt")
+
+
+def test_a_rank_logs_values_of_its_own_examples_and_waits_for_no_other_that_has_none(tmp_path, monkeypatch):
+    draws = [np.arange(20), np.array([5]), np.array([], dtype=np.int64)]
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: draws[step])
+    ended = run_on_ranks(logged_on_a_rank, tmp_path, 2, tmp_path)
+    assert not any(ended.codes), ended.stderr[-3000:]
+    torch.manual_seed(0)
+    module, (x, y) = OnRanks(), examples().tensors
+    logits = module.net(x).detach()
+    for rank in range(2):
+        first, *others = torch.load(tmp_path / f"{rank}.pt")
+        mine = torch.arange(20)[rank::2]
+        assert first["returned"] == first["f1"] == pytest.approx(float(f1()(logits[mine], y[mine])))
+        assert first["called"] == pytest.approx(float(MulticlassAUROC(3)(logits[mine], y[mine])))
+        assert first["so_far"] == pytest.approx(float(f1()(logits[:20], y[:20])))  # of all ranks, as Lightning has it
+        assert all((shown == first) == (rank == 1) for shown in others)  # which logs nothing any more
