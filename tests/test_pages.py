@@ -117,15 +117,17 @@ def test_the_officers_table_is_the_worst_case_rounded_up():
             assert 0 <= shown - 100 * exact < 0.1
 
 
-GRIDS = ("literal_per_layer", "orthogonalization", "orthogonalization_epsilon", "orthogonalization_steps")
+GRIDS = ("bands", "bands_filters", "bands_plans", "literal_per_layer")
+GRIDS += ("orthogonalization", "orthogonalization_epsilon", "orthogonalization_steps")
 RUNS = {name: list(csv.DictReader((ROOT / "docs" / "evidence" / f"{name}.csv").open())) for name in GRIDS}
 SECTIONS = re.split(r"^## ", read("docs/evidence.md"), flags=re.MULTILINE)[1:]
-# The tables of accuracies under a heading: the file with their runs, and for each the runs of it that count.
+# The tables of accuracies under a heading: for each the file with its runs, and what the runs that count have.
 SHOWN = {
-    "The same number of epochs": ("orthogonalization", [{}]),
-    "The same number of steps": ("orthogonalization_steps", [{}]),
-    "Less and more privacy": ("orthogonalization_epsilon", [{"target_epsilon": "1.0"}, {"target_epsilon": "8.0"}]),
-    "The literal reading of clipping by layer": ("literal_per_layer", [{}]),
+    "The same number of epochs": [("orthogonalization", {})],
+    "The same number of steps": [("orthogonalization_steps", {})],
+    "Less and more privacy": [("orthogonalization_epsilon", {"target_epsilon": each}) for each in ("1.0", "8.0")],
+    "Noise that cancels over steps": [("bands", {}), ("bands_filters", {}), ("bands_plans", {})],
+    "The literal reading of clipping by layer": [("literal_per_layer", {})],
 }
 
 
@@ -147,13 +149,13 @@ def mean_and_deviation(runs):
 @pytest.mark.parametrize("title", SHOWN)
 def test_a_table_of_accuracies_follows_from_the_runs(title):
     (section,) = [section for section in SECTIONS if section.startswith(title)]
-    name, selections = SHOWN[title]
     shown = [each for each in tables(section) if any("±" in cell.text for row in each.rows for cell in row)]
-    for each, selected in zip(shown, selections, strict=True):
-        for method, *cells in each.rows:
-            for size, cell in zip(each.head[1:], cells, strict=True):
-                wanted = {**selected, each.head[0].partition(" ")[0]: method.text}
-                wanted |= {"batch_size": size} if size.isdigit() else {}
+    for each, (name, selected) in zip(shown, SHOWN[title], strict=True):
+        rows, _, columns = each.head[0].partition(" by ")
+        for row, *cells in each.rows:
+            for column, cell in zip(each.head[1:], cells, strict=True):
+                wanted = {**selected, **dict(zip(rows.split(", "), row.text.split(", "), strict=True))}
+                wanted |= {columns: column} if columns else {}
                 runs = [run for run in RUNS[name] if wanted.items() <= run.items()]
                 # The runs have one decimal.
                 assert [*map(float, cell.text.split(" ± "))] == pytest.approx(mean_and_deviation(runs), abs=0.101)
