@@ -19,8 +19,8 @@ import numpy as np
 from dp_lightning.atomic_files import replacing
 from dp_lightning.commands.fit_settings import prepare_to_train
 from dp_lightning.commands.pricing import plan_of
-from dp_lightning.commands.sweep import launched
 from dp_lightning.errors import ConfigurationError
+from dp_lightning.experiments.launchers import launched
 from dp_lightning.experiments.results import VALIDATION, Run
 from dp_lightning.experiments.runs import RunFolder
 from dp_lightning.foreign_text import read_json
@@ -55,7 +55,8 @@ def release_best(runs: Sequence[Run], options: argparse.Namespace) -> None:
     if options.dry_run:
         return
     folders = _drawn(runs, options)
-    with launched([str(folder.path) for folder in folders if not folder.finished], options) as results:
+    waiting = [str(folder.path) for folder in folders if not folder.finished]
+    with launched(waiting, options.launcher, options.launcher_option, options.jobs) as results:
         for _ in results:
             pass
     scores = [_score(folder) for folder in folders]

@@ -9,18 +9,14 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from dp_lightning.atomic_files import require_writable
 from dp_lightning.commands.configs import path_of
 from dp_lightning.errors import ConfigurationError, DpLightningError
 from dp_lightning.experiments.grid import SEED, Cell, Grid
-from dp_lightning.experiments.launchers import LAUNCHERS
+from dp_lightning.experiments.launchers import LAUNCHERS, launched
 from dp_lightning.experiments.results import Run, needed, places, shown_duration, shown_epsilon
 from dp_lightning.experiments.runs import RunFolder
 
@@ -109,7 +105,7 @@ def _launch(grid: Grid, runs: Sequence[Run], options: argparse.Namespace) -> lis
     for run in waiting.values():
         run.folder.prepare(run.settings)
     failed, started = [], time.monotonic()
-    with launched(list(waiting), options) as results:
+    with launched(list(waiting), options.launcher, options.launcher_option, options.jobs) as results:
         for number, (folder, status) in enumerate(results, start=1):
             run = waiting[folder].read()
             left = (time.monotonic() - started) / number * (len(waiting) - number)
@@ -117,18 +113,6 @@ def _launch(grid: Grid, runs: Sequence[Run], options: argparse.Namespace) -> lis
             if not run.finished:
                 failed.append(run)
     return failed
-
-
-@contextmanager
-def launched(folders: Sequence[str], options: argparse.Namespace) -> Iterator[Iterable[tuple[str, int]]]:
-    """Run what is in these folders by the launcher of the options; gives each folder with its status as it ends."""
-    pairs = (text.partition("=") for text in options.launcher_option)
-    given: dict[str, Any] = {name: yaml.safe_load(value) for name, _, value in pairs}
-    if options.jobs is not None:
-        given["jobs"] = options.jobs
-    # Closing the results stops the runs, so they are closed whatever interrupts the loop, a signal too.
-    with closing(LAUNCHERS[options.launcher](folders, given)) as results:
-        yield results if folders else ()
 
 
 def _outcome(run: Run, status: int) -> str:

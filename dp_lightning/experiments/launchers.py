@@ -9,10 +9,13 @@ import os
 import queue
 import subprocess
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from dp_lightning.cores import available_cores
 from dp_lightning.errors import ConfigurationError
@@ -213,3 +216,15 @@ def _failed(folder: str, error: BaseException | None) -> int:
 
 
 LAUNCHERS = {"local": launch_local, "slurm": launch_slurm, "ray": launch_ray}
+
+
+@contextmanager
+def launched(
+    folders: Sequence[str], launcher: str, given: Sequence[str], jobs: int | None
+) -> Iterator[Iterable[tuple[str, int]]]:
+    """Run what is in these folders, by a launcher with options NAME=VALUE; gives each with its status as it ends."""
+    options: dict[str, Any] = {} if jobs is None else {"jobs": jobs}
+    options |= {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in given)}
+    # Closing the results stops the runs, so they are closed whatever interrupts the loop, a signal too.
+    with closing(LAUNCHERS[launcher](folders, options)) as results:
+        yield results if folders else ()
