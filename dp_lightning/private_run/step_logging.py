@@ -61,8 +61,8 @@ class StepLogging:
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
         self._metrics: list[AnyMetric] = [part for part in module.modules() if isinstance(part, AnyMetric)]
-        for metric in self._metrics:  # a rank without new examples takes part in what the ranks compute together
-            vars(metric).update(compute_with_cache=False)
+        for metric in self._metrics if module.trainer.world_size > 1 else ():
+            vars(metric).update(compute_with_cache=False)  # ranks compute together, with new examples or without
         self._copies: dict[int, AnyMetric] = {}  # by the ids of metrics: copies that see one step alone
         self._mine: list[bool] = []  # whether each example of a call of the loss takes part
         self._clear()
