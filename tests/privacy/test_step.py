@@ -353,7 +353,7 @@ def test_public_seeds_fix_nothing_and_the_seed_of_a_reproducible_run_everything(
         model, dataset = RANDOM[kind][0]()
         pl.seed_everything(0)
         private = private_step(model, dataset=dataset, seed=seed, examples=mode, plan=plan(noise_multiplier=0.0))
-        private._sampler = Draws(range(4))
+        private._sampler = Draws(range(12))
         batches = list(private.batches())
         pl.seed_everything(0)  # as where workers have read
         for batch in batches:
