@@ -98,11 +98,16 @@ def _generators(owners: Iterable[object]) -> Iterator[object]:
 def rekey_global_generators(keys: Keys) -> None:
     """Give the global generators of torch, on every device, of NumPy and of Python new keys."""
     of_devices = _seed(keys)
-    if torch.accelerator.is_available():  # without one, torch would take 3 ms to register the seed for later devices
+    if _has_accelerator():  # without one, torch would take 3 ms to register the seed for later devices
         torch.manual_seed(of_devices)
     torch.set_rng_state(_cpu_state(keys))
     np.random.set_state(("MT19937", keys(624), 624, 0, 0.0))
     random.seed(keys(8).tobytes())
+
+
+@functools.cache
+def _has_accelerator() -> bool:  # which torch looks up in the driver each time
+    return torch.accelerator.is_available()
 
 
 def _seed(keys: Keys) -> int:

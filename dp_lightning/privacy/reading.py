@@ -100,6 +100,8 @@ class ExampleReader(Dataset[ExampleBatch]):
         self.groups = None if reading.images_per_group is None else Groups(dataset, reading.images_per_group, seed=seed)
         self._before, self._synthetic_first = before, synthetic_first
         self._stand_in: Flat | None = None
+        #: Whether examples that are tuples of tensors and numbers need no collation of their own.
+        self._at_once = reading.collate_fn is default_collate and reading.prepare is None and not synthetic_first
 
     def __len__(self) -> int:
         return len(self.dataset if self.groups is None else self.groups)
@@ -107,7 +109,10 @@ class ExampleReader(Dataset[ExampleBatch]):
     def __getitem__(self, place: PhysicalBatch) -> ExampleBatch:
         if self._before is not None:
             self._before(place)
-        found = [self.read(index, place.step) for index in place.indices]
+        views = [self._views(index, place.step) for index in place.indices]
+        if self._at_once and (tuples := _stacked_tuples(views)) is not None:
+            return ExampleBatch(place, *tuples, torch.ones(len(views), dtype=torch.bool))
+        found = [self._collated(each) for each in views]
         if all(example is None for example in found):
             found = [None]
         elif self._synthetic_first and place.piece == 0:
@@ -122,8 +127,14 @@ class ExampleReader(Dataset[ExampleBatch]):
         Raises:
             DataError: where ``collate_fn`` does not take a list of one example.
         """
-        reading, elements = self.reading, [index] if self.groups is None else self.groups.draw(index, step)
-        views = [self.dataset[element] for element in elements for _ in range(reading.augmult)]
+        return self._collated(self._views(index, step))
+
+    def _views(self, index: int, step: int) -> list[Any]:
+        elements = [index] if self.groups is None else self.groups.draw(index, step)
+        return [self.dataset[element] for element in elements for _ in range(self.reading.augmult)]
+
+    def _collated(self, views: list[Any]) -> "Flat | None":
+        reading = self.reading
         if any(view is None for view in views):  # as a data set gives what it cannot read
             return None
         try:
@@ -219,6 +230,30 @@ def stacked(examples: Sequence[Flat]) -> Flat:
     for _, other in examples:
         require_structure(other, structure)
     return [_stacked(column) for column in zip(*(leaves for leaves, _ in examples), strict=True)], structure
+
+
+def _stacked_tuples(examples: Sequence[list[Any]]) -> Flat | None:
+    """What `default_collate`, `flatten` and `stacked` make of examples whose views are tuples of tensors and numbers.
+
+    Args:
+        examples: the views of each example.
+
+    Returns:
+        None where a view is something else, or where views differ in length, types or shapes.
+    """
+    views = [view for each in examples for view in each]
+    kinds = {(type(view), *map(_kind, view)) if type(view) in (tuple, list) else (None,) for view in views}
+    if len(kinds) != 1 or None in kinds.pop():
+        return None
+    columns = (default_collate(list(column)) for column in zip(*views, strict=True))
+    leaves = [column.unflatten(0, (len(examples), len(examples[0]))) for column in columns]
+    return leaves, flatten(default_collate(examples[0]))[1]
+
+
+def _kind(value: Any) -> Any:
+    if type(value) is Tensor:
+        return value.dtype, value.shape
+    return type(value) if type(value) in (bool, int, float) else None
 
 
 def require_structure(found: Structure, expected: Structure) -> None:

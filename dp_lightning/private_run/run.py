@@ -104,18 +104,23 @@ class Budget:
         ledger: ledger of the run, which grows with each step.
 
     Attributes:
-        bound: epsilon that is not exceeded before the ledger has ``milestone`` steps.
+        milestone: the number of steps up to which ``bound`` holds.
     """
 
     def __init__(self, plan: PrivacyPlan, ledger: Ledger) -> None:
         self.plan, self.ledger, self.block = plan, ledger, ledger.num_steps
+        self._known: dict[int, float] = {}  # by numbers of steps
         self.look_ahead()
 
     def look_ahead(self) -> None:
-        """Raise ``bound`` to epsilon at the next milestone, so that the bound is never too small in between."""
+        """Let ``bound`` hold up to the next milestone."""
         interval = max(self.plan.num_steps // _EPSILON_UPDATES, 1)
         self.milestone = min(self.ledger.num_steps + interval, self.plan.num_steps)
-        self.bound = self.at(self.milestone)
+
+    @property
+    def bound(self) -> float:
+        """Epsilon that is not exceeded before the ledger has ``milestone`` steps."""
+        return self.at(self.milestone)
 
     def spent(self) -> float:
         """Epsilon of the steps in the ledger, by the plan's accountant."""
@@ -124,10 +129,12 @@ class Budget:
     def at(self, num_steps: int) -> float:
         """Epsilon once the ledger holds ``num_steps``, or of the steps in the ledger where it holds more."""
         plan, taken = self.plan, self.ledger.num_steps
-        if plan.bands > 1:  # a round that has begun is in the ledger
-            taken += -(taken - self.block) % plan.bands
-        runs = [*self.ledger.spent, *plan.rounds(plan.noise_multiplier, taken, num_steps)]
-        return compose(runs, delta=self.plan.delta, accountant=self.plan.accountant)
+        if (steps := max(num_steps, taken)) not in self._known:
+            if plan.bands > 1:  # a round that has begun is in the ledger
+                taken += -(taken - self.block) % plan.bands
+            runs = [*self.ledger.spent, *plan.rounds(plan.noise_multiplier, taken, num_steps)]
+            self._known[steps] = compose(runs, delta=plan.delta, accountant=plan.accountant)
+        return self._known[steps]
 
 
 class PrivateRun:
@@ -428,8 +435,7 @@ class PrivateRun:
 
     def _log_epsilon(self) -> None:
         """A point of the loggers' curve over the steps in the weights: at the start, and at each milestone."""
-        spent = self.budget.spent()
-        if math.isfinite(spent):
+        if self.trainer.loggers and math.isfinite(spent := self.budget.spent()):
             for logger in self.trainer.loggers:
                 logger.log_metrics({"privacy/epsilon": spent}, step=self.trainer.global_step)
                 logger.save()

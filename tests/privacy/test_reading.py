@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.reading import ExampleReader, Reading, flatten, stacked, unflatten
@@ -103,6 +103,54 @@ def test_what_is_opened_is_stacked_by_its_tensors():
     assert ["0", "1", "2"] in [leaf for leaf in leaves if isinstance(leaf, list)]
     of_one = unflatten([leaf[1] for leaf in leaves], structure)["b"]
     assert (type(of_one), of_one.mask, of_one.name, of_one.x.tolist()) == (Encoding, None, "1", [[1, 1]])
+
+
+class Views(Dataset):
+    """Gives the next view of an element each time; element 3 has another kind than the others, where one is given."""
+
+    def __init__(self, make, other):
+        self.make, self.other, self.seen = make, other or make, 0
+
+    def __getitem__(self, index):
+        self.seen += 1
+        return (self.other if index == 3 else self.make)(10.0 * index + self.seen)
+
+    def __len__(self):
+        return 6
+
+
+def image(number):
+    return torch.full((1, 2, 2), number)
+
+
+@pytest.mark.parametrize("augmult", [1, 3])
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (lambda n: (image(n), int(n)), None),
+        (lambda n: [image(n), n, n > 11, torch.tensor(n, dtype=torch.float64)], None),
+        (lambda n: (image(n).numpy(), {"label": n}), None),
+        (lambda n: (image(n), int(n)), lambda n: None),
+        (lambda n: (image(n), image(n)), lambda n: (torch.ones(1, 2, 3), image(n))),
+        (lambda n: (image(n), int(n)), lambda n: (image(n), n)),
+    ],
+    ids=["image and number", "all kinds", "not simple", "unread", "other shape", "other type"],
+)
+def test_tuples_are_read_at_once_as_one_by_one(make, other, augmult):
+    """The quick way makes what collation of each example makes, or refuses what that refuses."""
+    results = []
+    for collate in (default_collate, lambda views: default_collate(views)):
+        reader = ExampleReader(Views(make, other), Reading(collate_fn=collate, augmult=augmult))
+        try:
+            results.append(reader[PhysicalBatch(0, 0, (4, 3, 0, 5), pieces=1)])
+        except DataError as error:
+            results.append(str(error))
+    quick, slow = results
+    if isinstance(slow, str):
+        assert quick == slow
+        return
+    assert (quick.structure, quick.counted.tolist()) == (slow.structure, slow.counted.tolist())
+    torch.testing.assert_close(quick.leaves, slow.leaves, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
