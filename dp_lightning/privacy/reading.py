@@ -2,17 +2,19 @@
 
 The data set's ``__getitem__`` is called for one example, or K times for its K views, and collation on that alone: a
 batch of one example. The results of a physical batch are stacked. ``__getitems__``, which gets several examples, is not
-used. Where an example is a person, it is some of the person's elements, drawn for each step (``groups``).
+used. Tuples of tensors and numbers with torch's own collation, and a TensorDataset, are stacked at once, which gives
+the same. Where an example is a person, it is some of the person's elements, drawn for each step (``groups``).
 """
 
 from collections import UserDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from dp_lightning.errors import DataError, DpLightningError
 from dp_lightning.privacy.groups import Groups
@@ -109,9 +111,12 @@ class ExampleReader(Dataset[ExampleBatch]):
     def __getitem__(self, place: PhysicalBatch) -> ExampleBatch:
         if self._before is not None:
             self._before(place)
-        views = [self._views(index, place.step) for index in place.indices]
-        if self._at_once and (tuples := _stacked_tuples(views)) is not None:
-            return ExampleBatch(place, *tuples, torch.ones(len(views), dtype=torch.bool))
+        elements = [self._elements(index, place.step) for index in place.indices]
+        if self._at_once and elements and type(self.dataset).__getitem__ is TensorDataset.__getitem__:
+            return _of_columns(place, self.dataset[list(chain.from_iterable(elements))], self._views(elements[0]))
+        views = [self._views(each) for each in elements]
+        if self._at_once and (columns := _columns(views)) is not None:
+            return _of_columns(place, columns, views[0])
         found = [self._collated(each) for each in views]
         if all(example is None for example in found):
             found = [None]
@@ -127,11 +132,15 @@ class ExampleReader(Dataset[ExampleBatch]):
         Raises:
             DataError: where ``collate_fn`` does not take a list of one example.
         """
-        return self._collated(self._views(index, step))
+        return self._collated(self._views(self._elements(index, step)))
 
-    def _views(self, index: int, step: int) -> list[Any]:
+    def _elements(self, index: int, step: int) -> list[int]:
+        """The place in the data set of each view of an example."""
         elements = [index] if self.groups is None else self.groups.draw(index, step)
-        return [self.dataset[element] for element in elements for _ in range(self.reading.augmult)]
+        return [element for element in elements for _ in range(self.reading.augmult)]
+
+    def _views(self, elements: list[int]) -> list[Any]:
+        return [self.dataset[element] for element in elements]
 
     def _collated(self, views: list[Any]) -> "Flat | None":
         reading = self.reading
@@ -232,22 +241,29 @@ def stacked(examples: Sequence[Flat]) -> Flat:
     return [_stacked(column) for column in zip(*(leaves for leaves, _ in examples), strict=True)], structure
 
 
-def _stacked_tuples(examples: Sequence[list[Any]]) -> Flat | None:
-    """What `default_collate`, `flatten` and `stacked` make of examples whose views are tuples of tensors and numbers.
-
-    Args:
-        examples: the views of each example.
+def _columns(examples: Sequence[list[Any]]) -> list[Tensor] | None:
+    """The views of all examples as columns (views, ...), where each view is a tuple of tensors and numbers.
 
     Returns:
         None where a view is something else, or where views differ in length, types or shapes.
     """
-    views = [view for each in examples for view in each]
+    views = list(chain.from_iterable(examples))
     kinds = {(type(view), *map(_kind, view)) if type(view) in (tuple, list) else (None,) for view in views}
     if len(kinds) != 1 or None in kinds.pop():
         return None
-    columns = (default_collate(list(column)) for column in zip(*views, strict=True))
-    leaves = [column.unflatten(0, (len(examples), len(examples[0]))) for column in columns]
-    return leaves, flatten(default_collate(examples[0]))[1]
+    return [default_collate(list(column)) for column in zip(*views, strict=True)]
+
+
+def _of_columns(place: PhysicalBatch, columns: Iterable[Tensor], first: list[Any]) -> ExampleBatch:
+    """What `default_collate`, `flatten` and `stacked` make of examples.
+
+    Args:
+        columns: as of `_columns`.
+        first: the views of the first example.
+    """
+    count = len(place.indices)
+    leaves = [column.unflatten(0, (count, len(first))) for column in columns]
+    return ExampleBatch(place, leaves, flatten(default_collate(first))[1], torch.ones(count, dtype=torch.bool))
 
 
 def _kind(value: Any) -> Any:

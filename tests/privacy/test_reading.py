@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from dp_lightning.errors import DataError
 from dp_lightning.privacy.reading import ExampleReader, Reading, flatten, stacked, unflatten
@@ -149,6 +149,23 @@ def test_tuples_are_read_at_once_as_one_by_one(make, other, augmult):
     if isinstance(slow, str):
         assert quick == slow
         return
+    assert (quick.structure, quick.counted.tolist()) == (slow.structure, slow.counted.tolist())
+    torch.testing.assert_close(quick.leaves, slow.leaves, rtol=0, atol=0)
+
+
+class Persons(TensorDataset):
+    groups = (0, 1, 0, 2, 1, 0)
+
+
+@pytest.mark.parametrize("images_per_group", [None, 2])
+def test_tensors_are_read_at_once_as_one_by_one(images_per_group):
+    data = Persons(torch.arange(24.0).view(6, 2, 2), torch.arange(6))
+    quick, slow = (
+        ExampleReader(data, Reading(collate_fn=collate, augmult=2, images_per_group=images_per_group), seed=0)[
+            PhysicalBatch(0, 0, (2, 0), pieces=1)
+        ]
+        for collate in (default_collate, lambda views: default_collate(views))
+    )
     assert (quick.structure, quick.counted.tolist()) == (slow.structure, slow.counted.tolist())
     torch.testing.assert_close(quick.leaves, slow.leaves, rtol=0, atol=0)
 
