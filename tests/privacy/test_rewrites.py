@@ -46,6 +46,22 @@ def outputs_of(model, x):
     return kept[0].detach()
 
 
+# Pooling
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 1}, {"stride": 1, "padding": 1, "dilation": 2, "ceil_mode": True}])
+@pytest.mark.parametrize("shape", [(3, 6, 7), (2, 3, 6, 7)])
+def test_pooling_takes_the_same_maxima(shape, options):
+    """Also where several are equal, as zeros are."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 2), nn.ReLU(), nn.MaxPool2d(2, **options))
+    images = torch.randn(B, *shape)
+    with pytest.MonkeyPatch.context() as patch:  # of the layer before, which is contiguous
+        patch.setattr(torch, "max_pool2d", None)
+        found = outputs_of(model, images)
+    assert torch.equal(found, torch.stack([model(image) for image in images]))
+    check(model, loss, images, rtol=1e-8)
+
+
 # Attention
 
 

@@ -22,6 +22,8 @@ from torch.nn import functional as F
 from dp_lightning.torch_internals import below_transforms, is_batched, level, unwrapped, wrapped
 
 State = Sequence[Tensor]  # (h,) or, of an LSTM, (h, c)
+# With fewer, channels-last images are no faster.
+_CHANNELS = 8
 
 
 def _opened(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,6 +199,18 @@ def cross_entropy(
     return losses.sum() / of_class.sum() if reduction == "mean" else losses.sum()
 
 
+def max_pool2d(input: Tensor, *args: Any, **options: Any) -> Tensor:
+    """``F.max_pool2d`` of contiguous images, whose maxima a CPU finds several times faster in channels-last ones."""
+    rows = unwrapped(input) if level() == 1 and is_batched(input) and input.device.type == "cpu" else None
+    if rows is None or not rows.is_contiguous() or rows.shape[-3] < _CHANNELS or len(args) > 5:
+        return NotImplemented
+    with below_transforms():
+        images = rows.flatten(0, -4).contiguous(memory_format=torch.channels_last)
+        found = F.max_pool2d(images.detach(), *args, **{**options, "return_indices": True})[1].contiguous()
+        places = found.unflatten(0, rows.shape[:-3])
+        return wrapped(rows.flatten(-2).gather(-1, places.flatten(-2)).view_as(places), 1)
+
+
 def set_item(tensor: Tensor, index: Any, value: Any) -> None:
     """``tensor[mask] = value`` for a number, or a row that replaces each selected row."""
     if not isinstance(index, Tensor) or index.dtype != torch.bool or not is_batched(index):
@@ -228,5 +242,6 @@ REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.prelu: prelu,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.cross_entropy: cross_entropy,
+    F.max_pool2d: max_pool2d,
     Tensor.__setitem__: set_item,
 }
