@@ -83,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
         if command not in _LIGHT:
-            _imported("dp_lightning.cores").respect_quota()
-        _imported(f"dp_lightning.commands.{'training' if command in _TRAINING else command}").main(arguments)
+            import_module("dp_lightning.cores").respect_quota()
+        module = f"dp_lightning.commands.{'training' if command in _TRAINING else command}"
+        (_imported(module) if argv is None else import_module(module)).main(arguments)
     except DpLightningError as error:
         told, kind = str(error), type(error)
         if re.match(r"Caught \w+ in DataLoader worker process", told):  # the message stands after a traceback
@@ -94,14 +95,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _imported(name: str) -> Any:
-    """The module. Looking for garbage takes a fifth of the time of importing torch and Lightning, and finds none."""
-    frozen = gc.get_freeze_count()
+    """The module. Nobody looks for garbage in it: that takes two seconds, most of them when the process ends."""
     gc.disable()
     try:
         return import_module(name)
     finally:
-        # All that was imported becomes part of the oldest generation, without a pass over it.
         gc.freeze()
-        if not frozen:  # by the program that calls ``main``
-            gc.unfreeze()
         gc.enable()
