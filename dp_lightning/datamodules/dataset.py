@@ -84,6 +84,8 @@ class ImageDataset(Dataset[tuple[Tensor, int | Tensor]]):
         groups: Iterable[Group] | None = None,
     ) -> None:
         self.source, self.indices, self.transform, self.groups = source, indices, transform, groups
+        # The same numbers for NumPy, which reads one of them in a tenth of the time that torch takes.
+        self._places, self._labels = indices.numpy(), source.labels.numpy()
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -100,6 +102,7 @@ class ImageDataset(Dataset[tuple[Tensor, int | Tensor]]):
         return self.source.labels[self.indices]
 
     def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
-        place = int(self.indices[index])
-        image, label = self.source.read(place), self.source.labels[place]
-        return image if self.transform is None else self.transform(image), label if label.ndim else int(label)
+        place = int(self._places[index])
+        image, label = self.source.read(place), self._labels[place]
+        label = int(label) if label.ndim == 0 else self.source.labels[place]
+        return image if self.transform is None else self.transform(image), label
