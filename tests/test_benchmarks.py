@@ -1,10 +1,13 @@
 """The benchmarks: their arithmetic, and a small run of each."""
 
+import contextlib
 import csv
 import functools
 import json
 import math
 import multiprocessing
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -198,38 +201,98 @@ def test_a_small_run_of_the_parts_of_a_step_prints_each(ranks, tmp_path, forked,
 # On a GPU
 
 
-def test_the_commands_for_a_gpu_have_settings_that_exist():
-    import postprocess
-
-    parsers = {Path(each.__file__).name: each.parse for each in (step, postprocess)}
-    for part in gpu.parts():
-        if part.command[0] != "-m":
-            parsers[Path(part.command[0]).name](part.command[1:])
-
-
-def test_a_page_for_a_gpu_keeps_to_its_limit_and_says_what_failed(monkeypatch, tmp_path):
-    def output_of(command, limit):
-        name = Path(command[1]).stem
-        code = None if name == "postprocess" else int("ours, one by one" in command)
-        return f"progress\n| {name} |\n| --- |\nwhat went wrong", code
-
+@pytest.fixture
+def visited(monkeypatch, tmp_path):
+    """A function that makes a visit whose parts do not run, and returns the page and the last word of what ran."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(gpu, "hardware", lambda: "a machine, torch 2.14, 2026-01-01")
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+
+    def visit(outcome, *options):
+        """``outcome`` maps a command, and whether a run has enough steps, to the exit status."""
+        ran = []
+
+        def output_of(command, limit, enough):
+            ran.append((command[-1], round(limit)))
+            return "progress\n| a table |\n| --- |\nwhat went wrong", outcome(" ".join(command), enough)
+
+        monkeypatch.setattr(gpu, "output_of", output_of)
+        with contextlib.suppress(SystemExit):
+            gpu.main(options)
+        return (tmp_path / "docs" / "performance_gpu.md").read_text(), ran
+
+    return visit
+
+
+def test_the_commands_for_a_gpu_have_settings_that_exist(images, monkeypatch, tmp_path):
+    import postprocess
+
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu.tempfile, "tempdir", str(tmp_path))
+    parsers, read = {Path(each.__file__).name: each.parse for each in (step, postprocess)}, SettingsReader()
+    for more in ([], ["--rehearse"]):
+        for part in gpu.parts(gpu.parse([*more, "--data", str(images)])):
+            script, *given = shlex.split(part["command"])
+            if part["run"]:
+                assert read(given[2:])["privacy"]["target_epsilon"] == 4.0
+            elif script != "-m":
+                parsers[Path(script).name](given)
+
+
+def test_a_visit_keeps_to_its_limit_and_the_next_one_runs_what_has_not_ended(visited):
+    page, ran = visited(lambda command, _: None if "--ranks" in command else int("vit-s16" in command))
+    assert ran[0] == ("tests", 120)
+    assert "needs CIFAR-10" in page
+    assert "| a table |\n| --- |\n\nStopped after 0 s." in page
+    assert (
+        "Failed with exit status 1 after 0 s.\n\n```text\nprogress\n| a table |\n| --- |\nwhat went wrong\n```" in page
+    )
+    assert visited(lambda *_: 0, "--limit", "0") == (page, [])
+    again, ran = visited(lambda *_: 0)
+    assert [word for word, _ in ran] == ["ours per-layer", "--one-device"]
+    assert again.count("\n## ") == page.count("\n## ")
+    assert not {"Stopped", "Failed"} & set(again.split())
+    assert visited(lambda *_: 0) == (again, [])
+
+
+def test_a_rehearsal_stops_the_runs_of_the_paper_and_resumes_them(images, monkeypatch, tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    asked = []
+
+    def output_of(command, limit, enough):
+        """Leaves what `dpl fit` leaves: journal, checkpoints, times of logged losses and, at its end, a result."""
+        if "fit" not in command:
+            return "", 0
+        root = Path(command[command.index("--trainer.default_root_dir") + 1])
+        first, pace = not root.exists(), 2.05 if "DP-Muon" in str(root) else 2.0
+        folder = root / f"version_{int(not first)}"
+        with SummaryWriter(str(folder)) as logger:
+            for number in range(3):
+                logger.add_scalar("unprotected/train_loss", 1.0, 10 * number, walltime=1000 + 10 * pace * number)
+        (folder / "privacy_journal_a.jsonl").write_text("{}\n" * (gpu._STOPPED if first else 24))
+        for number in range(2):
+            (folder / f"{number}.ckpt").touch()
+            os.utime(folder / f"{number}.ckpt", (number, number))
+        if not first:
+            result = {"completed": True, "num_steps": 24, "test_accuracy_last": 0.4, "test_accuracy_best": 0.5}
+            (folder / "result.json").write_text(json.dumps({**result, "epsilon": 4.0, "seconds": 9.0}))
+        asked.append((enough(), [path.name for path in root.rglob("*.ckpt")]))
+        return "", None if first else 0
+
     monkeypatch.setattr(gpu, "output_of", output_of)
-    page = tmp_path / "page.md"
-    with pytest.raises(SystemExit, match=r"Not all parts ended: Noise .*, Together .*, Two ranks on one device"):
-        gpu.main(["--page", str(page)])
-    shown = page.read_text()
-    assert "This part was stopped after 240 s.\n\n| postprocess |\n| --- |" in shown
-    assert "This part failed with exit status 1." in shown
-    assert "```text\nprogress\n| step |\n| --- |\nwhat went wrong\n```" in shown
-    with pytest.raises(SystemExit):
-        gpu.main(["--page", str(page), "--limit", "0"])
-    assert page.read_text().count("This part was not run: no time was left.") == shown.count("\n## ")
+    monkeypatch.setattr(gpu.tempfile, "tempdir", str(tmp_path))
+    gpu.main(["--rehearse", "--page", str(tmp_path / "page.md"), "--data", str(images)])
+    assert [stops for stops, _ in asked] == [True, True, False, False]
+    assert [sorted(left) for _, left in asked] == [["0.ckpt", "1.ckpt"]] * 2 + [["0.ckpt", "1.ckpt", "1.ckpt"]] * 2
+    page = (tmp_path / "page.md").read_text()
+    assert "| DP-SGD | 24 | 0.4 | 0.5 | 4 | 9 | 0.5 |" in page
+    assert "A step of DP-Muon takes 2.50 % more than one of DP-SGD" in page
 
 
-def test_a_part_that_is_stopped_leaves_no_process():
-    assert gpu.output_of(["sh", "-c", "sleep 321.5 & echo half; sleep 60"], 1) == ("half\n", None)
+def test_a_part_that_is_stopped_may_save_what_it_has_and_leaves_no_process():
+    stopped = gpu.output_of(["sh", "-c", "trap 'echo saved; exit' TERM; sleep 321.5 & echo half; wait"], 1)
+    assert stopped == ("half\nsaved\n", None)
     assert subprocess.run(["pgrep", "-f", "sleep 321.5"], capture_output=True, check=False).returncode == 1
 
 
