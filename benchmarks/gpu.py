@@ -33,22 +33,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from dp_lightning.experiments.runs import RunFolder
 
 _NO_ROW = "The row of the paper needs CIFAR-10 in a file of `benchmarks/cifar_npz.py`: `make gpu DATA=cifar10.npz`.\n"
-# The first visit of a rehearsal stops a run after so many steps.
-_STOPPED = 6
 # Seconds in which a part that is stopped may save what it has, and those that are worth the start of a part.
 _GRACE, _LEAST = 15, 30
-# Lines that the page shows of what a part that failed has printed.
-_LAST = 12
 
 
 def parts(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What is run, as in ``gpu.yaml``, with the command of this visit and the folders of the runs."""
     found = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-    workers = min(max((os.cpu_count() or 1) - 2, 1), 12)
     for part in found:
         run = part["run"] = options.folder / part["run"] if "run" in part else None
-        words = {"root": run and RunFolder(run).root, "data": options.data, "workers": workers}
-        part["command"] = part["rehearsal" if options.rehearse else "command"].format(**words)
+        command = part["rehearsal" if options.rehearse else "command"]
+        part["command"] = command.format(data=options.data, root=run and RunFolder(run).root)
     return [part for part in found if options.data or part["run"] is None]
 
 
@@ -118,18 +113,18 @@ def section(part: dict[str, Any], limit: float, enough: Callable[[], bool]) -> t
     blocks = [f"## {part['title']}", f"```bash\npython {command.replace(f'{ROOT}/', '')}\n```", shown]
     blocks.append(f"{'Stopped after' if code is None else how} {time.monotonic() - start:.0f} s.")
     if code:
-        blocks.append("\n".join(["```text", *lines[-_LAST:], "```"]))
+        blocks.append("\n".join(["```text", *lines[-12:], "```"]))
     return "\n\n".join(filter(None, blocks)), code == 0
 
 
-def visit(options: argparse.Namespace, planned: Sequence[dict[str, Any]], steps: float = math.inf) -> list[str]:
-    """Run what has not ended on an earlier visit, each run up to so many steps; returns what has not ended yet."""
+def visit(options: argparse.Namespace, steps: float = math.inf) -> list[str]:
+    """Run what has not ended before, or up to so many steps of each run of the row; returns what has not ended yet."""
     end, kept = time.monotonic() + 60 * options.limit, options.folder / "sections.json"
     sections: dict[str, tuple[str, bool]] = json.loads(kept.read_text()) if kept.is_file() else {}
-    by = "A rehearsal of `make gpu`" if options.rehearse else "Written by `make gpu`"
-    page = f"# Speed on a GPU\n\n{hardware()}. {by}, which runs in a checkout of the source. The\n"
+    page = f"# Speed on a GPU{', rehearsed' * options.rehearse}\n\n{hardware()}. Written by `make gpu`. The\n"
     page += "tables of a step have the columns of [Speed and memory of a step](performance.md).\n\n"
-    runs = [part["run"] for part in parts(options) if part["run"]]
+    planned = [part for part in parts(options) if part["run"] or steps == math.inf]
+    runs = [part["run"] for part in planned if part["run"]]
     for part in planned:
         title, run, minutes = part["title"], part["run"], part["minutes"] * max(options.limit / 10, 1)
         limit = min(60 * minutes, end - time.monotonic() - _GRACE)
@@ -171,14 +166,12 @@ def main(given: Sequence[str] | None = None) -> None:
     import torch
 
     options = parse(given)
-    planned = parts(options)
     if options.rehearse:
-        visit(options, [part for part in planned if part["run"]], _STOPPED)
+        visit(options, steps=6)
     elif not torch.cuda.is_available():
         sys.exit("There is no GPU here that torch can use.")
-    left = visit(options, planned)
-    print(options.page)
-    if left:
+    print(options.page, flush=True)
+    if left := visit(options):
         sys.exit(f"Not all parts ended: {', '.join(left)}.")
 
 
