@@ -208,6 +208,7 @@ class PrivateRun:
         self.response = response_of(groups[0], left if self.plan.bands > 1 else 1)
         self._physical = PhysicalLoader(loader, self.step)
         self.budget = Budget(self.plan, history.ledger)
+        self._held_out: Any = None  # loaders of a validation
         self._first: int | None = None  # Lightning's count when training starts
         # Steps in the ledger before the fit, and at the last statement; a fit without a step to take writes one too.
         self._before = history.ledger.num_steps
@@ -297,7 +298,7 @@ class PrivateRun:
         try_schedules(self.trainer, self.module, self.plan.num_steps - self.history.ledger.num_steps)
         self._first = self.trainer.global_step
         self._log_epsilon()
-        require_held_out(reader.dataset, self.trainer.val_dataloaders)
+        self.evaluation_starts()
         if warn_of_shared_persons(reader.dataset, self.trainer.val_dataloaders):
             self.history.unprotected.names.add(SHARED_PERSONS)
         require_same_data(reader.dataset, self._ranks, self.trainer.strategy.root_device)
@@ -447,9 +448,11 @@ class PrivateRun:
         require_equal_replicas(self.module, self._ranks)
 
     def evaluation_starts(self) -> None:
-        """Require that a validation within a fit is about records that are held out."""
-        if self.trainer.state.fn == TrainerFn.FITTING:
+        """Require that a validation within a fit is about records that are held out; each loader is looked at once."""
+        loaders = self.trainer.val_dataloaders
+        if self.trainer.state.fn == TrainerFn.FITTING and loaders is not self._held_out:
             require_held_out(self.step.reader.dataset, self.trainer.val_dataloaders)
+            self._held_out = loaders
 
     # Checkpoints and the end
 
