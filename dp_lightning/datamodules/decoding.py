@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torchvision.transforms.v2 import functional
 
 from dp_lightning.errors import ConfigurationError, DataError
 
@@ -114,6 +115,15 @@ def require_finite(values: np.ndarray, where: str) -> None:
         raise DataError(f"{where} has values that are not finite numbers; replace them by numbers")
 
 
+def fitted(image: Tensor, *, shorter_side: int, size: int, in_channels: int) -> Tensor:
+    """Resize the shorter side of uint8 (3, H, W) and cut out the centre: uint8 (``in_channels``, ``size``, ``size``)."""
+    if min(image.shape[1:]) != shorter_side:
+        image = functional.resize(image, [shorter_side])
+    if image.shape[1:] != (size, size):
+        image = functional.center_crop(image, [size])
+    return luma(image) if in_channels == 1 else image
+
+
 def luma(image: Tensor) -> Tensor:
     """Return the luma of uint8 (3, H, W) by ITU-R 601, rounded, so that grey stays unchanged: uint8 (1, H, W)."""
     red, green, blue = image.to(torch.int32)
@@ -143,7 +153,8 @@ def _by_pillow(path: str) -> tuple[np.ndarray, bool]:
             ImageOps.exif_transpose(image, in_place=True)
         if is_deep:
             return np.array(image), inverted
-        return np.array(image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")), False
+        mode = "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
+        return np.array(image if image.mode == mode else image.convert(mode)), False
 
 
 def _dicom(path: str) -> tuple[np.ndarray, bool]:

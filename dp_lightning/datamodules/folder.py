@@ -16,7 +16,7 @@ Tiny ImageNet has the layout of its archive:
 
 import os
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -28,7 +28,7 @@ from torchvision.transforms import v2
 
 from dp_lightning.datamodules.base import ImageDataModule, Split
 from dp_lightning.datamodules.dataset import Transform
-from dp_lightning.datamodules.decoding import Window, luma
+from dp_lightning.datamodules.decoding import Window, fitted, luma
 from dp_lightning.datamodules.file_source import READ_FIRST_BELOW, FileSource, require_readable
 from dp_lightning.datamodules.listing import SPLIT_NAMES, files_in, image_files, split_of, what_is_in
 from dp_lightning.datamodules.tables import Table, tables_beside
@@ -174,11 +174,8 @@ class ImageFolder(ImageDataModule):
         return self._files[split].persons
 
     def image_transform(self) -> Transform:
-        return v2.Compose([v2.Resize(self.resized_to), v2.CenterCrop(self.image_size), *self._after_crop()])
-
-    def _after_crop(self) -> list[Transform]:
-        """Return what is done to an image (3, H, W) that is resized and cropped."""
-        return [luma] if self.in_channels == 1 else []
+        sizes = {"shorter_side": self.resized_to, "size": self.image_size}
+        return partial(fitted, **sizes, in_channels=self.in_channels)
 
     @cached_property
     def _files(self) -> dict[Split, FileSource]:
@@ -281,9 +278,10 @@ class ImageNet(ImageFolder):
         super().__init__(root, image_size=image_size, mean=mean, std=std, **kwargs)
 
     def train_transform(self) -> Transform:
+        if not self.augment:
+            return self.image_transform()
         flip = [v2.RandomHorizontalFlip()] if self.flip else []
-        steps = [v2.RandomResizedCrop(self.image_size), *flip, *self._after_crop()]
-        return v2.Compose(steps) if self.augment else self.image_transform()
+        return v2.Compose([v2.RandomResizedCrop(self.image_size), *flip, *([luma] if self.in_channels == 1 else [])])
 
     @property
     def resized_to(self) -> int:

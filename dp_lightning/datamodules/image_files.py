@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.transforms import v2
 
 from dp_lightning.datamodules.dataset import Transform, normalized
-from dp_lightning.datamodules.decoding import Window, luma, open_image
+from dp_lightning.datamodules.decoding import Window, fitted, open_image
 from dp_lightning.datamodules.listing import files_in, what_is_in
 from dp_lightning.errors import ConfigurationError, DataError
 from dp_lightning.models.feature_network import FeatureNetwork
@@ -76,8 +75,7 @@ class ImageFiles(lightning.LightningDataModule):
                 "The checkpoint does not say all of what is needed. Give the values that the network was trained with "
                 f"in data.init_args: {image_size=}, {num_classes=}, {in_channels=}, {mean=}, {std=}."
             )
-        steps: list[Transform] = [v2.Resize(resized_to or image_size), v2.CenterCrop(image_size)]
-        self._prepare = v2.Compose(steps if in_channels == 3 else [*steps, luma])
+        self._prepare = partial(fitted, shorter_side=resized_to or image_size, size=image_size, in_channels=in_channels)
         self._open = partial(open_image, window=window)
         self._normalize = partial(normalized, mean=mean, std=std)
         self._blank = torch.zeros(in_channels, image_size, image_size)
