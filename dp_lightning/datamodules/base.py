@@ -36,7 +36,7 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
 
     Args:
         mean: Mean of each channel on the scale 0 to 1, subtracted from the images; one number serves all
-            channels. A public constant, never computed from private images.
+            channels. A public constant, never computed from private images; None is ``published_mean``.
         std: Standard deviation of each channel on the same scale, a public constant like ``mean``.
         val_fraction: Fraction of the training set, in [0, 1), held out for validation: of its persons, if the data
             identifies them, so that no person is in both parts.
@@ -48,6 +48,9 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         crop_edges: What a crop shows beyond the edge of an image: zeros, or the mirrored image.
     """
 
+    #: The constants that the data set was published with, or 0.5.
+    published_mean: tuple[float, ...] = (0.5,)
+    published_std: tuple[float, ...] = (0.5,)
     #: Where the settings stand in a configuration, for messages.
     settings = "data.init_args"
     #: Zero pixels on each side before the random crop.
@@ -60,8 +63,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
     def __init__(
         self,
         *,
-        mean: tuple[float, ...] = (0.5,),
-        std: tuple[float, ...] = (0.5,),
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
         val_fraction: float = 0.0,
         split_seed: int = 0,
         eval_batch_size: int = 256,
@@ -70,7 +73,8 @@ class ImageDataModule(lightning.LightningDataModule, ABC):
         crop_edges: Literal["zeros", "mirror"] = "zeros",
     ) -> None:
         super().__init__()
-        self.mean, self.std = tuple(mean), tuple(std)
+        self.mean = self.published_mean if mean is None else tuple(mean)
+        self.std = self.published_std if std is None else tuple(std)
         self.val_fraction, self.split_seed = val_fraction, split_seed
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
         self.augment, self.crop_edges = augment, crop_edges

@@ -21,12 +21,9 @@ MAX_PIXEL = 16
 class Digits(ImageDataModule):
     """Digits: 1,437 training and 360 test images of 8x8 pixels with one channel, in 10 classes.
 
-    The split is stratified by class and always the same. The default mean and standard deviation are those of
-    this public data set.
+    The split is stratified by class and always the same.
 
     Args:
-        mean: Mean of the pixels on the scale 0 to 1.
-        std: Standard deviation of the pixels on the same scale.
         augment: Random crop of the training images after one pixel of padding.
     """
 
@@ -34,18 +31,12 @@ class Digits(ImageDataModule):
     in_channels = 1
     image_size = 8
     num_available = 1_797 - NUM_TEST
+    published_mean, published_std = (0.305,), (0.376,)
     crop_padding = 1
     flip = False
 
-    def __init__(
-        self,
-        *,
-        mean: tuple[float, ...] = (0.305,),
-        std: tuple[float, ...] = (0.376,),
-        augment: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(mean=mean, std=std, augment=augment, **kwargs)
+    def __init__(self, *, augment: bool = False, **kwargs: Any) -> None:
+        super().__init__(augment=augment, **kwargs)
 
     def read_split(self, split: Split) -> ArraySource:
         from sklearn.datasets import load_digits  # takes a good part of a second, and only these images need it

@@ -174,8 +174,8 @@ class ImageFolder(ImageDataModule):
         return self._files[split].persons
 
     def image_transform(self) -> Transform:
-        sizes = {"shorter_side": self.resized_to, "size": self.image_size}
-        return partial(fitted, **sizes, in_channels=self.in_channels)
+        shorter, size = self.resized_to, self.image_size
+        return partial(fitted, shorter_side=shorter, size=size, in_channels=self.in_channels)
 
     @cached_property
     def _files(self) -> dict[Split, FileSource]:
@@ -260,22 +260,13 @@ class ImageNet(ImageFolder):
     Args:
         root: Folder that holds ``train`` and ``val``.
         image_size: Height and width of an image as the network receives it, in pixels.
-        mean: Mean of each channel on the scale 0 to 1: the published constant.
-        std: Standard deviation of each channel on the same scale: the published constant.
     """
 
     split_names = ("train", "val")  # ImageNet's own test folder has no labels
+    published_mean, published_std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-    def __init__(
-        self,
-        root: str,
-        *,
-        image_size: int = 224,
-        mean: tuple[float, ...] = (0.485, 0.456, 0.406),
-        std: tuple[float, ...] = (0.229, 0.224, 0.225),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(root, image_size=image_size, mean=mean, std=std, **kwargs)
+    def __init__(self, root: str, *, image_size: int = 224, **kwargs: Any) -> None:
+        super().__init__(root, image_size=image_size, **kwargs)
 
     def train_transform(self) -> Transform:
         if not self.augment:
@@ -292,24 +283,17 @@ class TinyImageNet(ImageFolder):
     """Tiny ImageNet (Le and Yang 2015): 200 classes of 500 training images, 64x64 pixels.
 
     The 10,000 official validation images are the test set; the official test images have no labels and are not used.
+    Mean and standard deviation are those of ImageNet.
 
     Args:
         root: The unpacked folder that holds ``wnids.txt``.
-        mean: Mean of each channel on the scale 0 to 1: the published constant of ImageNet.
-        std: Standard deviation of each channel on the same scale: the published constant of ImageNet.
     """
 
     split_names = ("train", "val")
+    published_mean, published_std = ImageNet.published_mean, ImageNet.published_std
 
-    def __init__(
-        self,
-        root: str = "data/tiny-imagenet-200",
-        *,
-        mean: tuple[float, ...] = (0.485, 0.456, 0.406),
-        std: tuple[float, ...] = (0.229, 0.224, 0.225),
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(root, mean=mean, std=std, **kwargs)
+    def __init__(self, root: str = "data/tiny-imagenet-200", **kwargs: Any) -> None:
+        super().__init__(root, **kwargs)
 
     @cached_property
     def class_names(self) -> list[str]:

@@ -25,14 +25,12 @@ class _TorchvisionImages(ImageDataModule):
         download: Download missing files into ``root`` before the run.
     """
 
-    published_mean: tuple[float, ...]
-    published_std: tuple[float, ...]
     num_classes = 10
     in_channels = 3
     image_size = 32
 
     def __init__(self, root: str = "data", *, download: bool = False, **kwargs: Any) -> None:
-        super().__init__(mean=self.published_mean, std=self.published_std, **kwargs)
+        super().__init__(**kwargs)
         self.root = Path(root)
         self.download = download
 
