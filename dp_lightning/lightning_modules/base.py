@@ -36,8 +36,9 @@ class ImageClassifier(lightning.LightningModule):
             checked.
         num_classes: Number of logits, at least 2.
         weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
-        multi_label: An image may have several labels or none. Labels are then float32 (N, num_classes) of 0 and 1, the
-            loss is the mean over labels of their sigmoid cross-entropies, and the accuracy is that of all answers.
+        multi_label: An image may have several labels or none, linked from the data. Labels are then float32
+            (N, num_classes) of 0 and 1, the loss is the mean over labels of their sigmoid cross-entropies, and the
+            accuracy is that of all answers.
         class_weights: Weight of each class, a public number: the loss of an image is multiplied by the weight of its
             class, and with ``multi_label`` that of each label that it has. Clipping comes after that: a weight
             above 1 makes no gradient longer than ``privacy.max_grad_norm``, so give the rarest class the weight 1.

@@ -1,6 +1,6 @@
 """One LightningModule for each network of ``dp_lightning.models``; the arguments are the network's."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,9 +23,7 @@ class WideResNetModule(ImageClassifier):
         scale_norm: GroupNorm after each addition of a block, as in Klause et al. 2022.
         whitening: Centre and whiten the features before the last layer by random images, if ``weights`` are of
             `dpl pretrain` with this setting; without them it does nothing.
-        weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
-        multi_label: An image may have several labels, linked from the data.
-        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
+        **kwargs: Those of `ImageClassifier`.
     """
 
     def __init__(
@@ -40,9 +38,7 @@ class WideResNetModule(ImageClassifier):
         relu_first: bool = False,
         scale_norm: bool = False,
         whitening: bool = False,
-        weights: str | None = None,
-        multi_label: bool = False,
-        class_weights: list[float] | None = None,
+        **kwargs: Any,
     ) -> None:
         model = WideResNet(
             depth,
@@ -55,7 +51,7 @@ class WideResNetModule(ImageClassifier):
             scale_norm=scale_norm,
             whitening=whitening,
         )
-        super().__init__(model, num_classes, weights=weights, multi_label=multi_label, class_weights=class_weights)
+        super().__init__(model, num_classes, **kwargs)
         self.save_hyperparameters()
 
 
@@ -71,9 +67,7 @@ class ResNetModule(ImageClassifier):
         num_groups: Groups of every GroupNorm; it must divide 64.
         whitening: Centre and whiten the features before the last layer by random images, if ``weights`` are of
             `dpl pretrain` with this setting; without them it does nothing.
-        weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
-        multi_label: An image may have several labels, linked from the data.
-        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
+        **kwargs: Those of `ImageClassifier`.
     """
 
     def __init__(
@@ -85,9 +79,7 @@ class ResNetModule(ImageClassifier):
         in_channels: int = 3,
         num_groups: int = 32,
         whitening: bool = False,
-        weights: str | None = None,
-        multi_label: bool = False,
-        class_weights: list[float] | None = None,
+        **kwargs: Any,
     ) -> None:
         model = ResNet(
             depth,
@@ -97,7 +89,7 @@ class ResNetModule(ImageClassifier):
             num_groups=num_groups,
             whitening=whitening,
         )
-        super().__init__(model, num_classes, weights=weights, multi_label=multi_label, class_weights=class_weights)
+        super().__init__(model, num_classes, **kwargs)
         self.save_hyperparameters()
 
 
@@ -109,9 +101,7 @@ class SmallCNNModule(ImageClassifier):
         in_channels: Channels of the images, linked from the data.
         image_size: Height and width of the images in pixels, linked from the data.
         channels: Channels of each convolution, a multiple of 4.
-        weights: Start from the weights in this file, such as one of `dpl pretrain`, but for the last layer.
-        multi_label: An image may have several labels, linked from the data.
-        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
+        **kwargs: Those of `ImageClassifier`.
     """
 
     def __init__(
@@ -121,12 +111,10 @@ class SmallCNNModule(ImageClassifier):
         in_channels: int = 3,
         image_size: int = 8,
         channels: int = 16,
-        weights: str | None = None,
-        multi_label: bool = False,
-        class_weights: list[float] | None = None,
+        **kwargs: Any,
     ) -> None:
         model = SmallCNN(num_classes, in_channels=in_channels, image_size=image_size, channels=channels)
-        super().__init__(model, num_classes, weights=weights, multi_label=multi_label, class_weights=class_weights)
+        super().__init__(model, num_classes, **kwargs)
         self.save_hyperparameters()
 
 
@@ -147,8 +135,7 @@ class LinearProbeModule(ImageClassifier):
         normalize: Normalise the features of each image, so that the length of its gradient does not depend on their
             length: true to mean 0 and variance 1, ``unit`` to the length 1. With long vectors, such as maps, the
             first lets every gradient be clipped.
-        multi_label: An image may have several labels, linked from the data.
-        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
+        **kwargs: Those of `ImageClassifier`.
     """
 
     def __init__(
@@ -158,8 +145,7 @@ class LinearProbeModule(ImageClassifier):
         in_channels: int,
         image_size: int = 1,
         normalize: bool | Literal["unit"] = True,
-        multi_label: bool = False,
-        class_weights: list[float] | None = None,
+        **kwargs: Any,
     ) -> None:
         length = in_channels * image_size**2
         head = nn.Linear(length, num_classes)
@@ -172,7 +158,7 @@ class LinearProbeModule(ImageClassifier):
             norm = nn.LayerNorm(length, elementwise_affine=False)
         before = norm if image_size == 1 else nn.Sequential(nn.Flatten(), norm)
         model = nn.Sequential(before, head)
-        super().__init__(model, num_classes, multi_label=multi_label, class_weights=class_weights)
+        super().__init__(model, num_classes, **kwargs)
         self.save_hyperparameters()
 
 

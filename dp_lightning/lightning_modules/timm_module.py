@@ -35,9 +35,8 @@ class TimmModule(ImageClassifier):
         in_channels: Channels of the images, linked from the data.
         mean: Mean of each channel in the data's normalisation, linked from the data.
         std: Standard deviation of each channel, likewise.
-        multi_label: An image may have several labels, linked from the data.
-        class_weights: Public weight of each class in the loss; see `ImageClassifier`.
         model_kwargs: Further arguments of the network, such as ``{img_size: 32}`` for a vision transformer.
+        **kwargs: Those of `ImageClassifier`.
 
     Raises:
         ConfigurationError: naming the setting and the fix.
@@ -57,9 +56,8 @@ class TimmModule(ImageClassifier):
         in_channels: int = 3,
         mean: tuple[float, ...] = (0.5,),
         std: tuple[float, ...] = (0.5,),
-        multi_label: bool = False,
-        class_weights: list[float] | None = None,
         model_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         has_weights = pretrained or weights is not None
         if trained != "all" and not has_weights:
@@ -67,15 +65,15 @@ class TimmModule(ImageClassifier):
                 f"trained: {trained} freezes the rest of {name}, which has no pretrained weights: it keeps its random "
                 "weights. Set pretrained: true or weights, or trained: all."
             )
-        kwargs = model_kwargs or {}
-        model = timm_model(name, num_classes, pretrained=pretrained, weights=weights, in_channels=in_channels, **kwargs)
-        super().__init__(model, num_classes, multi_label=multi_label, class_weights=class_weights)
+        own = {"in_channels": in_channels, **(model_kwargs or {})}
+        model = timm_model(name, num_classes, pretrained=pretrained, weights=weights, **own)
+        super().__init__(model, num_classes, **kwargs)
         #: If `dpl export` has written this file, its private steps count in a private run.
         self.weights_file = weights
         self._choose_trained(trained, lora_rank=lora_rank, lora_layers=lora_layers)
         self.input: PretrainedInput | None = None
         if has_weights or input_size is not None:
-            size = input_size or kwargs.get("img_size")
+            size = input_size or own.get("img_size")
             self.input = PretrainedInput.of(model, in_channels=in_channels, data_mean=mean, data_std=std, size=size)
         self.save_hyperparameters()
 

@@ -52,6 +52,11 @@ class SavedModel:
         return kind if inspect.isclass(kind) and issubclass(kind, pl.LightningModule) else None
 
     def arguments_of(self, kind: type[pl.LightningModule]) -> dict[str, Any]:
-        """The settings for which the class has arguments."""
-        known = inspect.signature(kind).parameters
+        """The settings for which the class has arguments, or a class above it to which it passes them on."""
+        known: dict[str, inspect.Parameter] = {}
+        for each in kind.__mro__:
+            own = inspect.signature(each.__dict__.get("__init__", each)).parameters
+            known |= own
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in own.values()):
+                break
         return {name: value for name, value in self.settings.items() if name in known}
