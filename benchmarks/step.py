@@ -12,7 +12,8 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +30,7 @@ JAX_MODELS = ("wrn16-4", "wrn28-10")
 
 
 class Job(NamedTuple):
-    """What one process measures: ``pieces`` physical batches of ``batch_size`` images in a step of a Trainer."""
+    """What one process measures."""
 
     model: str
     dtype: str
@@ -38,47 +39,55 @@ class Job(NamedTuple):
     batch_size: int
     device: str
     threads: int
-    through: str
-    pieces: int = 1
 
 
 class Answers:
-    """Between the steps of a process: what a step took goes to the parent, which says when the next one begins."""
+    """Between the turns of a process: what a turn took goes to the parent, which says when the next one begins.
 
-    def __init__(self, job: Job, parent: Connection) -> None:
-        self._on_gpu, self._parent = job.device == "cuda", parent
+    Args:
+        device: ``cuda`` or ``cpu``.
+        parent: The connection to the parent.
+        parts: Seconds of the parts of a turn, which start again from zero in each turn.
+    """
+
+    def __init__(self, device: str, parent: Connection, parts: Counter[str] | None = None) -> None:
+        self._on_gpu, self._parent, self._parts = device == "cuda", parent, Counter() if parts is None else parts
         self._before = memory_mib("VmRSS")
         self._start: float | None = None
 
     def goes_on(self) -> bool:
-        """Send seconds and peak memory in MiB of the step that has ended, if one has; wait to be asked for another."""
-        if self._start is not None:
-            peak = memory_mib("VmHWM") - self._before
-            if self._on_gpu:
-                import torch
-
-                torch.cuda.synchronize()
-                peak = torch.cuda.max_memory_allocated() / 2**20
-            self._parent.send((time.perf_counter() - self._start, peak))
+        """Send what the turn that has ended took, or that the first one may begin; wait to be asked for the next."""
+        self._parent.send(self._took())
         more: bool = self._parent.recv()
+        self._parts.clear()
         self._start = time.perf_counter()
         return more
+
+    def _took(self) -> tuple[float, float, dict[str, float]] | None:
+        """Seconds of the turn, peak memory in MiB so far, and seconds of the turn's parts; None before a turn."""
+        if self._start is None:
+            return None
+        if not self._on_gpu:
+            seconds, peak = time.perf_counter() - self._start, memory_mib("VmHWM") - self._before
+        else:
+            import torch
+
+            torch.cuda.synchronize()
+            seconds, peak = time.perf_counter() - self._start, torch.cuda.max_memory_allocated() / 2**20
+        return seconds, peak, dict(self._parts)
 
 
 def work(job: Job, parent: Connection) -> None:
     """Take a step whenever the parent asks for one."""
-    try:
-        if job.way in JAX_WAYS:
-            import flax_steps
+    if job.way in JAX_WAYS:
+        import flax_steps
 
-            answers = Answers(job, parent)
-            step = flax_steps.step(job.model, job.way, job.batch_size, job.threads)
-            while answers.goes_on():
-                step()
-        else:
-            _work_in_torch(job, parent)
-    except Exception as error:  # the table shows what a way cannot do
-        parent.send(f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        answers = Answers(job.device, parent)
+        step = flax_steps.step(job.model, job.way, job.batch_size, job.threads)
+        while answers.goes_on():
+            step()
+    else:
+        _work_in_torch(job, parent)
 
 
 def _work_in_torch(job: Job, parent: Connection) -> None:
@@ -89,26 +98,28 @@ def _work_in_torch(job: Job, parent: Connection) -> None:
     # The default of torch differs between operations. The older of its two ways, for which torch.compile asks.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.dtype == "tf32"
     torch.manual_seed(0)
-    with warnings.catch_warnings(action="ignore"):  # of Opacus, about hooks and secure mode
-        answers = Answers(job, parent)
-        memory_format = getattr(torch, {"contiguous": "contiguous_format"}.get(job.memory_format, job.memory_format))
-        count = job.batch_size * job.pieces
-        model, images, labels = training_steps.build(job.model, torch.device(job.device), count, memory_format)
-        if job.through == "callback":
-            answers.goes_on()  # the first step, in which the Trainer starts too
-            options = {"pieces": job.pieces, "bf16": job.dtype == "bf16"}
-            training_steps.through_a_trainer(job.way, model, images, labels, answers.goes_on, **options)
-            return
-        make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
-        step = make(model, training_steps.autocast_to(job.device, job.dtype))
-        while answers.goes_on():
-            step(images, labels)
+    answers = Answers(job.device, parent)
+    memory_format = getattr(torch, {"contiguous": "contiguous_format"}.get(job.memory_format, job.memory_format))
+    model, images, labels = training_steps.build(job.model, torch.device(job.device), job.batch_size, memory_format)
+    make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
+    step = make(model, training_steps.autocast_to(job.device, job.dtype))
+    while answers.goes_on():
+        step(images, labels)
+
+
+def _guarded(work: Callable[[Any, Connection], None], job: Any, parent: Connection) -> None:
+    """Call ``work`` without its warnings, and tell the parent what fails."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of Opacus, about hooks and secure mode
+            work(job, parent)
+    except Exception as error:  # the table shows what a way cannot do
+        parent.send(f"{type(error).__name__}: {error}".splitlines()[0][:200])
 
 
 def jobs_of(options: argparse.Namespace, model: str, dtype: str, sizes: Sequence[int], device: str) -> list[Job]:
     """What is measured side by side: each way that the model has, in each memory format that the way can take."""
     jobs = []
-    for size, pieces in product(sizes, options.pieces):
+    for size in sizes:
         for way in ["ordinary", *(way for way in options.ways if way != "ordinary")]:
             if way in JAX_WAYS:
                 formats = ["channels_last"] if model in JAX_MODELS and dtype == "fp32" else []  # Flax has no other
@@ -117,36 +128,52 @@ def jobs_of(options: argparse.Namespace, model: str, dtype: str, sizes: Sequence
                 formats = ["contiguous"]
             else:
                 formats = options.formats
-            shared = size, device, options.threads, options.through, pieces
-            jobs += [Job(model, dtype, way, memory_format, *shared) for memory_format in formats]
+            jobs += [Job(model, dtype, way, each, size, device, options.threads) for each in formats]
     return jobs
 
 
-def measure(jobs: list[Job], *, warmup: int, rounds: int) -> list[dict[str, Any]]:
-    """Take steps in turn; a row per job with ``seconds`` (median), ``peak_mib``, or ``error``."""
+def measure(
+    jobs: Sequence[Any], *, warmup: int, rounds: int, work: Callable[[Any, Connection], None] = work
+) -> list[dict[str, Any]]:
+    """Take turns, of one step each unless ``work`` takes more.
+
+    Args:
+        jobs: Named tuples, one for each process.
+        warmup: Turns that do not count.
+        rounds: Turns that count.
+        work: What the process of a job does, by an `Answers`.
+
+    Returns:
+        A row for each job: ``first`` are the seconds of its first turn, ``times`` and ``parts`` those of the turns that
+        count, ``seconds`` their median, and ``peak_mib`` is its memory; or ``error``.
+    """
     context = multiprocessing.get_context("spawn")
     running = []
     for job in jobs:
         ours, theirs = context.Pipe()
-        process = context.Process(target=work, args=(job, theirs), daemon=True)
+        process = context.Process(target=_guarded, args=(work, job, theirs), daemon=True)
         process.start()
         theirs.close()
-        running.append(({**job._asdict(), "times": []}, ours, process))
-    for turn in range(warmup + rounds):
+        running.append(({**job._asdict(), "times": [], "parts": []}, ours, process))
+    for turn in range(-1, warmup + rounds):
         for row, pipe, _ in running:
             if "error" in row:
                 continue
             try:
-                pipe.send(True)
+                if turn >= 0:  # before, it is waited for until all processes are ready
+                    pipe.send(True)
                 answer = pipe.recv()
             except (EOFError, BrokenPipeError):
                 answer = "the process died; it may have run out of memory"
             if isinstance(answer, str):
                 row["error"] = answer
-                continue
-            if turn >= warmup:
-                row["times"].append(answer[0])
-            row["peak_mib"] = round(answer[1])
+            elif answer is not None:
+                seconds, peak, parts = answer
+                row.setdefault("first", seconds)
+                row["peak_mib"] = round(peak)
+                if turn >= warmup:
+                    row["times"].append(seconds)
+                    row["parts"].append(parts)
     for row, pipe, process in running:
         if "error" not in row:
             row["seconds"] = statistics.median(row["times"])
@@ -157,13 +184,13 @@ def measure(jobs: list[Job], *, warmup: int, rounds: int) -> list[dict[str, Any]
 
 def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The faster memory format of each way and size, with its ratios to the ordinary step's faster format."""
-    best: dict[tuple[int, int, str], dict[str, Any]] = {}
+    best: dict[tuple[int, str], dict[str, Any]] = {}
     for row in rows:
-        key = row["batch_size"], row["pieces"], row["way"]
+        key = row["batch_size"], row["way"]
         if key not in best or row.get("seconds", float("inf")) < best[key].get("seconds", float("inf")):
             best[key] = row
-    for (size, pieces, _), row in best.items():
-        ordinary = best[size, pieces, "ordinary"]
+    for (size, _), row in best.items():
+        ordinary = best[size, "ordinary"]
         if "error" not in row and "error" not in ordinary:
             row["time_ratio"] = row["seconds"] / ordinary["seconds"]
             row["memory_ratio"] = row["peak_mib"] / ordinary["peak_mib"]
@@ -172,12 +199,11 @@ def summarize(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def shown(rows: list[dict[str, Any]]) -> str:
     """The table of these rows; with several sizes it has the time for an image too."""
-    each = len({(row["batch_size"], row["pieces"]) for row in rows}) > 1
+    each = len({row["batch_size"] for row in rows}) > 1
     head = ["model", "type", "batch", "way", "format", "ms", "time ratio", "MiB", "memory ratio"]
     lines = []
     for row in rows:
-        size = f"{row['pieces']} x {row['batch_size']}" if row["pieces"] > 1 else row["batch_size"]
-        line = [row["model"], row["dtype"], size, row["way"]]
+        line = [row["model"], row["dtype"], row["batch_size"], row["way"]]
         if "error" in row:
             line += ["", row["error"], "", "", "", *[""] * each]
         else:
@@ -185,7 +211,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
             ratios = (f"{row[name]:.2f}" if name in row else "" for name in ("time_ratio", "memory_ratio"))
             line += [next(ratios), row["peak_mib"], next(ratios)]
             if each:
-                line.append(f"{row['seconds'] * 1e3 / row['batch_size'] / row['pieces']:.2f}")
+                line.append(f"{row['seconds'] * 1e3 / row['batch_size']:.2f}")
         lines.append(line)
     return table([*head, *["ms for an image"] * each], lines)
 
@@ -201,21 +227,14 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     types = "float32, float32 with products in TF32 on a GPU, bfloat16 by autocast"
     parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "tf32", "bf16"], help=types)
-    ways = list(dict.fromkeys([*training_steps.WAYS, *training_steps.FINE_TUNING, *training_steps.PRIVACY, *JAX_WAYS]))
+    ways = list(dict.fromkeys([*training_steps.WAYS, *training_steps.FINE_TUNING, *JAX_WAYS]))
     parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=ways)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     sizes = "sizes of physical batches (default: one, by model and device)"
     parser.add_argument("--batch-size", nargs="+", type=positive, help=sizes)
     parser.add_argument("--warmup", type=int, default=2, help="steps before those that count (default 2)")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
-    through = "what takes the steps: this benchmark, or a Lightning Trainer, for our ways with PrivacyCallback"
-    parser.add_argument("--through", default="step", choices=["step", "callback"], help=f"{through} (default step)")
-    pieces = "physical batches of a logical step, with --through callback (default 1)"
-    parser.add_argument("--pieces", nargs="+", type=positive, default=[1], help=pieces)
-    options = parser.parse_args(given)
-    if options.pieces != [1] if options.through == "step" else set(options.ways) - set(training_steps.PRIVACY):
-        parser.error(f"--pieces is for --through callback, which takes --ways of {', '.join(training_steps.PRIVACY)}")
-    return options
+    return parser.parse_args(given)
 
 
 def main() -> None:

@@ -1,19 +1,15 @@
 """The ways to take a training step that ``step.py`` compares: from a model to a function that takes one step.
 
 A step is the forward pass, the backward pass and, if the way is private, the clipped sum of the per-example gradients.
-Noise and the optimizer's step cost the same in every way and are left out. A step through a Lightning Trainer has them
-too: it is a logical one, and everything from the end of one to the end of the next.
+Noise and the optimizer's step cost the same in every way and are left out; ``runs.py`` has whole runs.
 """
 
-import logging
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from functools import partial
-from tempfile import TemporaryDirectory
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
-import lightning.pytorch as pl
 import timm
 import torch
 from opacus.grad_sample import GradSampleModuleFastGradientClipping
@@ -22,10 +18,8 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import BasicBlock
 
-from dp_lightning.callbacks import PrivacyCallback
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
 from dp_lightning.models.batch_norm import freeze_batch_norm
 from dp_lightning.models.trained import train_low_rank, train_only
@@ -36,13 +30,40 @@ from dp_lightning.privacy.gradients.recording import Recording
 
 Step = Callable[[Tensor, Tensor], None]
 
+
+def mnist_small() -> nn.Module:
+    """The network of Opacus' MNIST example: 26 thousand parameters."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 8, 2, padding=3), nn.ReLU(), nn.MaxPool2d(2, 1)),
+        *(nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1)),
+        *(nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10)),
+    )
+
+
+def mnist_large() -> nn.Module:
+    """The network of PyTorch's MNIST example, without dropout: 1.2 million parameters."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)),
+    )
+
+
 DEFAULT_MODELS = ("wrn16-4", "wrn28-10", "resnet18", "vit-s16")
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int, int], dict[str, int]]] = {
-    # builder, shape of an image, physical batch size by device
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int]]] = {
+    # builder, shape of an example, physical batch size by device
     "wrn16-4": (lambda: WideResNet(16, 4, 10), (3, 32, 32), {"cpu": 64, "cuda": 512}),
     "wrn28-10": (lambda: WideResNet(28, 10, 10), (3, 32, 32), {"cpu": 16, "cuda": 512}),
     "resnet18": (lambda: ResNet(18, 10, stem="cifar"), (3, 32, 32), {"cpu": 64, "cuda": 512}),
     "small-cnn": (lambda: SmallCNN(10, in_channels=1), (1, 8, 8), {"cpu": 64, "cuda": 512}),
+    "mnist-small": (mnist_small, (1, 28, 28), {"cpu": 64, "cuda": 512}),
+    "mnist-large": (mnist_large, (1, 28, 28), {"cpu": 64, "cuda": 512}),
+    "features": (lambda: nn.Linear(768, 10), (768,), {"cpu": 8192, "cuda": 8192}),
+    # It costs little beside the reading of its images.
+    "pooled": (
+        lambda: nn.Sequential(nn.MaxPool2d(1, 32), nn.Flatten(), nn.Linear(147, 10)),
+        (3, 224, 224),
+        {"cpu": 64, "cuda": 64},
+    ),
     "vit-s16": (
         lambda: timm.create_model("vit_small_patch16_224", num_classes=1000),
         (3, 224, 224),
@@ -219,81 +240,3 @@ def autocast_to(device: str, dtype: str) -> Callable[[], Any]:
     if dtype != "bf16":
         return nullcontext
     return lambda: torch.autocast(device, torch.bfloat16)
-
-
-# Steps of a Lightning Trainer
-
-# Settings of the private step, and out of how many times its images a step draws them.
-PRIVACY: dict[str, tuple[dict[str, Any], int] | None] = {
-    "ordinary": None,
-    "ours flat": ({}, 1),
-    "ours per-layer": ({"clipping": "per_layer"}, 1),
-    "ours, sampled": ({}, 16),
-    "ours, 16 bands": ({"bands": 16}, 16),
-}
-
-
-class _Classifier(pl.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(self.model(images), labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
-
-
-class _AfterEachStep(pl.Callback):
-    """Asks after each logical step whether to take another one."""
-
-    def __init__(self, goes_on: Callable[[], bool]) -> None:
-        self._goes_on, self._steps = goes_on, 0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        if trainer.global_step > self._steps:
-            self._steps = trainer.global_step
-            trainer.should_stop = not self._goes_on()
-
-
-def through_a_trainer(
-    way: str,
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    goes_on: Callable[[], bool],
-    *,
-    pieces: int = 1,
-    bf16: bool = False,
-) -> None:
-    """Take steps on all of the images, in ``pieces`` physical batches, until ``goes_on`` returns False."""
-    private, count = PRIVACY[way], len(images)
-    callbacks: list[pl.Callback] = [_AfterEachStep(goes_on)]
-    settings, times = private or ({}, 1)
-    if private is not None:
-        plan = {
-            "expected_batch_size": count,
-            "noise_multiplier": 1.0,
-            "delta": 0.1 / count / times,
-            "accountant": "rdp",
-        }
-        callbacks.append(PrivacyCallback(**plan, max_physical_batch_size=count // pieces, **settings))
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with TemporaryDirectory() as folder, redirect_stdout(None):
-        trainer = pl.Trainer(
-            max_steps=1000,
-            accumulate_grad_batches=pieces if private is None else 1,
-            callbacks=callbacks,
-            accelerator="gpu" if images.is_cuda else "cpu",
-            devices=1,
-            precision="bf16-mixed" if bf16 else "32-true",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-        )
-        data = cast(Any, TensorDataset(images.cpu().repeat(times, 1, 1, 1), labels.cpu().repeat(times)))
-        trainer.fit(_Classifier(model), DataLoader(data, batch_size=count // pieces))

@@ -25,7 +25,7 @@ from dp_lightning.cli import main
 from dp_lightning.commands.configs import path_of
 from dp_lightning.commands.fit_settings import SettingsReader
 from dp_lightning.datamodules import NpzImages
-from dp_lightning.models import WideResNet
+from dp_lightning.models import SmallCNN, WideResNet
 from dp_lightning.privacy import ClipPlan, PrivateStep
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -48,7 +48,7 @@ def images(tmp_path):
 
 
 def row(way, memory_format, seconds, peak_mib):
-    fixed = {"model": "m", "dtype": "fp32", "batch_size": 8, "pieces": 1}
+    fixed = {"model": "m", "dtype": "fp32", "batch_size": 8}
     return {**fixed, "way": way, "memory_format": memory_format, "seconds": seconds, "peak_mib": peak_mib}
 
 
@@ -133,39 +133,15 @@ def forked(monkeypatch):
     monkeypatch.setattr(torch.multiprocessing, "spawn", start)
 
 
-@pytest.mark.parametrize(
-    ("way", "more"),
-    [("ours flat", ["--through", "step"]), ("ours, 16 bands", ["--through", "callback", "--pieces", "2"])],
-    ids=["step", "through a trainer"],
-)
-def test_a_small_run_prints_a_table_and_writes_every_row(way, more, tmp_path, forked, monkeypatch, capfd):
+def test_a_small_step_prints_a_table_and_writes_every_row(tmp_path, forked, monkeypatch, capfd):
     small = ["--models", "small-cnn", "--types", "fp32", "--formats", "contiguous", "--rounds", "2", "--warmup", "1"]
-    small += ["--batch-size", "4", "--ways", way, "--json", str(tmp_path / "rows.json")]
-    monkeypatch.setattr(sys, "argv", ["step.py", *small, *more])
+    small += ["--batch-size", "4", "--ways", "ours flat", "--json", str(tmp_path / "rows.json")]
+    monkeypatch.setattr(sys, "argv", ["step.py", *small])
     step.main()
     shown, rows = capfd.readouterr().out, json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert shown.count("| small-cnn | fp32 |") == 2
-    assert [row["way"] for row in rows] == ["ordinary", way]
+    assert [row["way"] for row in rows] == ["ordinary", "ours flat"]
     assert all(len(row["times"]) == 2 and row["seconds"] > 0 and row["peak_mib"] > 0 for row in rows)
-
-
-@pytest.mark.parametrize("way", ["ordinary", "ours flat"])
-def test_a_logical_step_of_a_trainer_has_as_many_physical_batches_as_asked(monkeypatch, way):
-    import training_steps
-
-    ends, at_steps = [], []
-    by_batch = (training_steps._AfterEachStep, "on_train_batch_end"), (PrivateStep, "accumulate")
-    owner, name = by_batch[way != "ordinary"]
-    counted = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda *args: ends.append(args) or counted(*args))
-
-    def goes_on():
-        at_steps.append(len(ends))
-        return len(at_steps) < 3
-
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 10))
-    training_steps.through_a_trainer(way, model, torch.randn(6, 3, 2, 2), torch.arange(6), goes_on, pieces=3)
-    assert at_steps == [3, 6, 9]
 
 
 def test_each_way_of_fine_tuning_trains_its_part():
@@ -196,6 +172,42 @@ def test_a_small_run_of_the_parts_of_a_step_prints_each(ranks, tmp_path, forked,
     shown, times = capfd.readouterr().out, json.loads(out.read_text())["times"]
     assert {len(values) for values in times.values()} == {2}
     assert all(f"| {name} | " in shown for name in times if name != "gradient")
+
+
+# Whole runs
+
+
+def test_a_small_run_has_all_figures_and_the_parts_of_its_steps(tmp_path, forked, capfd):
+    import runs
+
+    out = tmp_path / "rows.json"
+    runs.main(["--runs", "digits", "--ways", "ours flat", "--rounds", "1", "--parts", "--json", str(out)])
+    shown, (_, private) = capfd.readouterr().out, json.loads(out.read_text())["rows"]
+    assert shown.count("| digits | ours flat |") == 2
+    assert shown.count("| digits | ordinary |") == 1
+    (parts,) = private["parts"]
+    assert set(parts) == set(runs.PARTS) - {"accountant"}  # which some steps ask
+    assert sum(parts.values()) < private["seconds"]
+
+
+@pytest.mark.parametrize("way", ["ordinary", "ours flat", "Opacus ghost"])
+def test_a_logical_step_has_as_many_physical_batches_as_asked(monkeypatch, tmp_path, way):
+    import runs
+
+    monkeypatch.setitem(runs.RUNS, "small", runs.Run("small-cnn", 64, 64, pieces=4))  # a draw has all examples
+    owner, name = (PrivateStep, "accumulate") if way.startswith("ours") else (SmallCNN, "forward")
+    method, sizes, at_steps = getattr(owner, name), [], []
+    monkeypatch.setattr(owner, name, lambda self, x: sizes.append(len(x)) or method(self, x))
+
+    def goes_on(steps):
+        at_steps.append((steps, len(sizes)))
+        return steps < 2
+
+    job = runs.Job("small", way, threads=1, timed=False)
+    train = runs.by_opacus if way.startswith("Opacus") else runs.through_a_trainer
+    train(job, runs.data_of(job, str(tmp_path)), goes_on)
+    assert {(0, 0), (1, 4), (2, 8)} <= set(at_steps)
+    assert set(sizes) == {16}
 
 
 # On a GPU
@@ -432,19 +444,6 @@ def test_cifar_is_written_as_one_file_of_half_the_size(monkeypatch, tmp_path):
     assert np.abs(small["test_images"][2, 2, 5] - whole[2, 4:6, 10:12].astype(float).mean((0, 1))).max() <= 0.5
     data = NpzImages(half, num_classes=15)
     assert (data.num_train, data.image_size, data.in_channels) == (15, 16, 3)
-
-
-def test_the_pipeline_is_measured_on_as_many_files_as_asked(monkeypatch, tmp_path, capsys):
-    import pipeline
-
-    monkeypatch.setattr(pipeline, "CLASSES", 3)
-    monkeypatch.setattr(pipeline, "_DIFFERENT", 4)
-    sizes = ["--files", "50", "--batch-size", "10", "--physical", "8", "--image-size", "32", "--workers", "1"]
-    pipeline.main(["--root", str(tmp_path), *sizes, "--augmult", "1", "2"])
-    assert len(list((tmp_path / "train").rglob("*.JPEG"))) == 50
-    printed = capsys.readouterr().out
-    assert "50 files listed" in printed
-    assert "augmult 2:" in printed
 
 
 def test_runs_that_are_killed_are_finished(tmp_path, warm_python):
