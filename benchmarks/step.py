@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,11 +48,13 @@ class Answers:
     Args:
         device: ``cuda`` or ``cpu``.
         parent: The connection to the parent.
-        parts: Seconds of the parts of a turn, which start again from zero in each turn.
+
+    Attributes:
+        parts: Seconds of the parts of a turn; each turn starts from zero.
     """
 
-    def __init__(self, device: str, parent: Connection, parts: Counter[str] | None = None) -> None:
-        self._on_gpu, self._parent, self._parts = device == "cuda", parent, Counter() if parts is None else parts
+    def __init__(self, device: str, parent: Connection) -> None:
+        self._on_gpu, self._parent, self.parts = device == "cuda", parent, Counter[str]()
         self._before = memory_mib("VmRSS")
         self._start: float | None = None
 
@@ -59,7 +62,7 @@ class Answers:
         """Send what the turn that has ended took, or that the first one may begin; wait to be asked for the next."""
         self._parent.send(self._took())
         more: bool = self._parent.recv()
-        self._parts.clear()
+        self.parts.clear()
         self._start = time.perf_counter()
         return more
 
@@ -74,7 +77,7 @@ class Answers:
 
             torch.cuda.synchronize()
             seconds, peak = time.perf_counter() - self._start, torch.cuda.max_memory_allocated() / 2**20
-        return seconds, peak, dict(self._parts)
+        return seconds, peak, dict(self.parts)
 
 
 def work(job: Job, parent: Connection) -> None:
@@ -84,27 +87,21 @@ def work(job: Job, parent: Connection) -> None:
 
         answers = Answers(job.device, parent)
         step = flax_steps.step(job.model, job.way, job.batch_size, job.threads)
-        while answers.goes_on():
-            step()
     else:
-        _work_in_torch(job, parent)
+        import torch
+        import training_steps
 
-
-def _work_in_torch(job: Job, parent: Connection) -> None:
-    import torch
-    import training_steps
-
-    torch.set_num_threads(job.threads)
-    # The default of torch differs between operations. The older of its two ways, for which torch.compile asks.
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.dtype == "tf32"
-    torch.manual_seed(0)
-    answers = Answers(job.device, parent)
-    memory_format = getattr(torch, {"contiguous": "contiguous_format"}.get(job.memory_format, job.memory_format))
-    model, images, labels = training_steps.build(job.model, torch.device(job.device), job.batch_size, memory_format)
-    make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
-    step = make(model, training_steps.autocast_to(job.device, job.dtype))
+        torch.set_num_threads(job.threads)
+        # The default of torch differs between operations. The older of its two ways, for which torch.compile asks.
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.dtype == "tf32"
+        torch.manual_seed(0)
+        answers = Answers(job.device, parent)
+        memory_format = getattr(torch, {"contiguous": "contiguous_format"}.get(job.memory_format, job.memory_format))
+        model, *batch = training_steps.build(job.model, torch.device(job.device), job.batch_size, memory_format)
+        make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
+        step = partial(make(model, training_steps.autocast_to(job.device, job.dtype)), *batch)
     while answers.goes_on():
-        step(images, labels)
+        step()
 
 
 def _guarded(work: Callable[[Any, Connection], None], job: Any, parent: Connection) -> None:

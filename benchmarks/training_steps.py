@@ -12,12 +12,10 @@ from typing import Any
 
 import timm
 import torch
-from opacus.grad_sample import GradSampleModuleFastGradientClipping
-from opacus.grad_sample.utils import wrap_model
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
-from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+from opacus import PrivacyEngine
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import BasicBlock
 
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
@@ -171,48 +169,41 @@ def _add_out_of_place(block: BasicBlock, x: Tensor) -> Tensor:
     return block.relu(block.bn2(block.conv2(inner)) + identity)
 
 
+def made_private(
+    engine: PrivacyEngine, model: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader[Any], mode: str
+) -> tuple[Any, Any, Any, DataLoader[Any]]:
+    """Model, optimizer, loss and loader of Opacus; the mode is ``hooks``, ``functorch`` or ``ghost``."""
+    model, optimizer, *criterion, loader = engine.make_private(
+        module=prepared_for_opacus(model),
+        optimizer=optimizer,
+        criterion=nn.CrossEntropyLoss(),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+    )
+    return model, optimizer, criterion[0] if criterion else nn.CrossEntropyLoss(), loader
+
+
 def opacus(mode: str) -> Callable[[nn.Module, Callable[[], Any]], Step]:
-    """Opacus with per-example gradients: ``hooks`` or ``functorch``."""
+    """The step of Opacus; ghost clipping has two backward passes, and the other modes have per-example gradients."""
 
     def make(model: nn.Module, autocast: Callable[[], Any]) -> Step:
-        wrapped = wrap_model(prepared_for_opacus(model), grad_sample_mode=mode)
-        optimizer = DPOptimizer(
-            torch.optim.SGD(wrapped.parameters(), lr=0.1),
-            noise_multiplier=0.0,
-            max_grad_norm=1.0,
-            expected_batch_size=1,
-        )
+        loader: Any = DataLoader(TensorDataset(torch.zeros(1)))  # from which nothing is read
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        private, optimizer, criterion, _ = made_private(PrivacyEngine(), model, sgd, loader, mode)
+        add = optimizer.accumulate if mode == "ghost" else optimizer.clip_and_accumulate
 
         def step(images: Tensor, labels: Tensor) -> None:
             optimizer.zero_grad(set_to_none=True)
             with autocast():
-                loss = F.cross_entropy(wrapped(images), labels)
+                loss = criterion(private(images), labels)
             loss.backward()
-            optimizer.clip_and_accumulate()
+            add()
 
         return step
 
     return make
-
-
-def opacus_ghost(model: nn.Module, autocast: Callable[[], Any]) -> Step:
-    """Opacus' ghost clipping: two backward passes."""
-    wrapped = GradSampleModuleFastGradientClipping(
-        prepared_for_opacus(model), max_grad_norm=1.0, use_ghost_clipping=True
-    )
-    optimizer = DPOptimizerFastGradientClipping(
-        torch.optim.SGD(wrapped.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=1
-    )
-    criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss(), loss_reduction="mean")
-
-    def step(images: Tensor, labels: Tensor) -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with autocast():
-            loss = criterion(wrapped(images), labels)
-        loss.backward()
-        optimizer.accumulate()
-
-    return step
 
 
 WAYS: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
@@ -224,7 +215,7 @@ WAYS: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
     "ours, augmult 16": ours(ClipPlan.flat(), augmult=16),
     "Opacus hooks": opacus("hooks"),
     "Opacus functorch": opacus("functorch"),
-    "Opacus ghost": opacus_ghost,
+    "Opacus ghost": opacus("ghost"),
 }
 # For the networks that timm builds.
 FINE_TUNING: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
