@@ -186,7 +186,7 @@ def test_a_small_run_has_all_figures_and_the_parts_of_its_steps(tmp_path, forked
     assert shown.count("| digits | ours flat |") == 2
     assert shown.count("| digits | ordinary |") == 1
     (parts,) = private["parts"]
-    assert set(parts) == set(runs.PARTS) - {"accountant"}  # which some steps ask
+    assert set(parts) >= set(runs.PARTS) - {"accountant"}  # which some steps ask
     assert sum(parts.values()) < private["seconds"]
 
 
