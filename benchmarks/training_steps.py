@@ -178,7 +178,7 @@ def made_private(
         optimizer=optimizer,
         criterion=nn.CrossEntropyLoss(),
         data_loader=loader,
-        noise_multiplier=1.0,
+        noise_multiplier=4.0,
         max_grad_norm=1.0,
         grad_sample_mode=mode,
     )
