@@ -116,7 +116,7 @@ def require_finite(values: np.ndarray, where: str) -> None:
 
 
 def fitted(image: Tensor, *, shorter_side: int, size: int, in_channels: int) -> Tensor:
-    """Resize the shorter side of uint8 (3, H, W) and cut out the centre: uint8 (``in_channels``, ``size``, ``size``)."""
+    """Resize the shorter side of uint8 (3, H, W) and cut out the centre: uint8 (``in_channels``, size, size)."""
     if min(image.shape[1:]) != shorter_side:
         image = functional.resize(image, [shorter_side])
     if image.shape[1:] != (size, size):

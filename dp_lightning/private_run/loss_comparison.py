@@ -92,17 +92,15 @@ def warn_of_changed_meaning(trainer: pl.Trainer, module: pl.LightningModule, rea
                 return float(output["loss"] if isinstance(output, Mapping) else output)
 
             mean = sum(loss_of([example]) for example in examples) / len(examples)
-            together, again = loss_of(examples), loss_of(examples)
+            together = loss_of(examples)
+            differs = abs(together - mean) > _TOLERANCE * max(abs(together), abs(mean))
+            differs = differs and together == loss_of(examples)
         except Exception:  # whatever the user's own code raises on a batch that it will not see
-            together = again = mean = math.nan
+            differs = False
     if means.found is not None:
         rank_zero_warn(_CANCELS.format(means.found))
         return False
-    if (
-        not math.isfinite(together)
-        or together != again
-        or abs(together - mean) <= _TOLERANCE * max(abs(together), abs(mean))
-    ):
+    if not differs or not math.isfinite(together):
         return False
     rank_zero_warn(
         f"With noise in the weights, the loss of {len(examples)} examples together is {together:.4g}, and the mean of "
