@@ -246,13 +246,14 @@ def check_clipped(layer, x, expected, plan):
             torch.testing.assert_close(total.sums[own].double(), clipped, rtol=1e-5, atol=1e-5 * bound)
 
 
-@pytest.mark.parametrize("by_products", [False, True])
+@pytest.mark.parametrize(("by_products", "by_place"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("way", ["formed", "Gram"])
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(("linear", "conv", "transposed"))])
-def test_every_way_of_a_product_gives_the_clipped_sum(monkeypatch, name, way, by_products):
+def test_every_way_of_a_product_gives_the_clipped_sum(monkeypatch, name, way, by_products, by_place):
     """In float32, in both memory formats, and where the examples come in several ranges.
 
     ``by_products``: weighted sums as on processors where a product is as fast as the ordinary weight gradient, or not.
+    ``by_place``: patches of few positions, whose channels at a place stand together.
     """
     monkeypatch.setattr(products, "kept_method", lambda size: way)
     monkeypatch.setattr(products, "streamed_method", lambda size, *, by_products: way)
@@ -260,7 +261,8 @@ def test_every_way_of_a_product_gives_the_clipped_sum(monkeypatch, name, way, by
     # The bound of rounding, which has tests of its own, is added to the norm, however much the terms cancel.
     monkeypatch.setattr(products, "rounding_per_term", lambda positions: 0.0)
     monkeypatch.setattr(convolution, "below_avx512", lambda device: by_products)
-    monkeypatch.setattr(convolution, "formed_by_products", lambda size, dtype, device: by_products)
+    monkeypatch.setattr(convolution, "formed_by_products", lambda size, channels, dtype, device: by_products)
+    monkeypatch.setattr(convolution, "patches_by_place", lambda size, channels, device: by_place)
     case = CASES[name]
     for lead in case.leads:
         layer, x = Layer(case, list(case.parameters)), case.inputs(lead)

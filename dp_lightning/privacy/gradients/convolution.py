@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dp_lightning.privacy.gradients.contribution import scaled, sum_of_views, without
-from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, product_dtype
+from dp_lightning.privacy.gradients.cost_model import Size, formed_by_products, patches_by_place, product_dtype
 from dp_lightning.privacy.gradients.products import Empty, Factors
 from dp_lightning.processors import below_avx512
 
@@ -99,9 +99,12 @@ class Patches(Factors):
             gram = (positions**2 + 40 * positions) * inputs * groups
         outputs = values.shape[1] // groups
         self.size = Size(groups=groups, positions=positions, outputs=outputs, inputs=inputs, gram=gram, seen=seen)
-        self._channels_last = _is_channels_last(image)
         depthwise, one_by_one = 1 < groups == image.shape[1], prod(conv.kernel_size) == 1
-        self.by_products = not depthwise and (one_by_one or formed_by_products(self.size, self.dtype, self.device))
+        channels = conv.weight_shape[1]
+        by_products = one_by_one or formed_by_products(self.size, channels, self.dtype, self.device)
+        self.by_products = by_products and not depthwise
+        by_place = self.by_products and not one_by_one and patches_by_place(self.size, channels, self.device)
+        self._channels_last = by_place or _is_channels_last(image)
 
     @property
     def _grad_output(self) -> Tensor:

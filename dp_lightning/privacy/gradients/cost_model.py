@@ -25,8 +25,12 @@ _PER_GRAM_NUMBER = 600
 # Kept gradients may take this many times the memory of what the layer has seen and returned, and more only where Gram
 # matrices would cost more than the gradients themselves.
 _MEMORY = 3
-# With fewer positions, a grouped convolution spends its time on reordering the weight's numbers.
+# With fewer positions, a grouped convolution spends its time on reordering the weight's numbers; with fewer channels,
+# it does not fill its vectors.
 _FEW_POSITIONS = 64
+_FEW_CHANNELS = 8
+# A patch of few positions is copied in runs of the channels at a place of the kernel if these are enough for a run.
+_SHORTEST_RUN = 4
 # Numbers in flight while gradients are formed: what the caches hold on a CPU; a share of the memory of a GPU, so that
 # the number of operations does not grow with the batch.
 _CACHED_PER_THREAD = 2**21
@@ -95,11 +99,16 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def formed_by_products(size: Size, dtype: torch.dtype, device: torch.device) -> bool:
+def formed_by_products(size: Size, channels: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether to form a convolution's per-example gradients by products of patches, not by one grouped convolution."""
     if device.type != "cpu" or dtype != torch.float32 or below_avx512(device):
         return True
-    return size.positions < _FEW_POSITIONS
+    return size.positions < _FEW_POSITIONS or channels < _FEW_CHANNELS
+
+
+def patches_by_place(size: Size, channels: int, device: torch.device) -> bool:
+    """Whether the channels at a place of the kernel stand together in a patch of an image where they do not."""
+    return device.type == "cpu" and size.positions < _FEW_POSITIONS and channels >= _SHORTEST_RUN
 
 
 def _gram(size: Size) -> int:

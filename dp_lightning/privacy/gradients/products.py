@@ -133,7 +133,7 @@ class Factors(ABC):
     def add_total(self, weights: Tensor, total: Tensor) -> None:
         """Add the sum over i of weights[i] G_i^T P_i to ``total``: (groups, outputs, inputs), float32."""
         size, dtype = self.size, torch.promote_types(self.dtype, torch.float32)
-        for rows in self.ranges(size.patches + size.weight):
+        for rows in self.ranges(size.patches + size.groups * size.positions * size.outputs):
             left = scaled(self.left(rows, dtype), weights[rows])
             right = without(self.right(rows, dtype), weights[rows])
             # (groups, r * positions, ...): one product adds up positions and examples.
