@@ -4,9 +4,11 @@ import pytest
 import torch
 from reference import Module, check
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from dp_lightning.errors import ModelError
+from dp_lightning.privacy.gradients import rewrites
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.sources import Sources
 from dp_lightning.torch_internals import unwrapped
@@ -177,3 +179,18 @@ def test_dropout_between_layers():
     model, x = Module(lambda m, x: m.inner(x)[0], inner=inner), torch.ones(40, 10, 20)
     check_dropped(outputs_of(model, x), x)
     assert torch.equal(outputs_of(model.eval(), x), x)
+
+
+# Pooling
+
+
+@pytest.mark.parametrize("options", [(2,), (3, 2, 1), ((2, 3), (1, 2), (1, 0), (1, 2), True)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 7, 8), (2, 5, 6, 9)], ids=str)
+def test_pooling_takes_the_first_of_equal_numbers(monkeypatch, options, shape):
+    monkeypatch.setattr(rewrites, "examples_at_a_time", lambda numbers, device: 2)
+    model = Module(lambda m, x: F.max_pool2d(x * m.scale, *options), scale=torch.ones(shape))
+    x = torch.randint(3, (B, *shape)).double()
+    check(model, lambda m, x: (h := m(x)).flatten() @ torch.arange(1.0, 1 + h.numel()), x)
+    x[0, ..., 1, 2] = torch.nan
+    expected = torch.stack([model(row) for row in x]).detach()
+    torch.testing.assert_close(outputs_of(model, x), expected, rtol=0, atol=0, equal_nan=True)
