@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_lightning.privacy import ClipPlan
-from dp_lightning.privacy.gradients import convolution, normalization, products
+from dp_lightning.privacy.gradients import convolution, linear, normalization, products
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.recording import Recording
 from dp_lightning.privacy.gradients.rules import RULES, Rule, per_example, register_rule
@@ -253,7 +253,7 @@ def test_every_way_of_a_product_gives_the_clipped_sum(monkeypatch, name, way, by
     """In float32, in both memory formats, and where the examples come in several ranges.
 
     ``by_products``: weighted sums as on processors where a product is as fast as the ordinary weight gradient, or not.
-    ``by_place``: patches of few positions, whose channels at a place stand together.
+    ``by_place``: patches of few positions, whose channels at a place stand together, and linear layers taken together.
     """
     monkeypatch.setattr(products, "kept_method", lambda size: way)
     monkeypatch.setattr(products, "streamed_method", lambda size, *, by_products: way)
@@ -263,6 +263,7 @@ def test_every_way_of_a_product_gives_the_clipped_sum(monkeypatch, name, way, by
     monkeypatch.setattr(convolution, "below_avx512", lambda device: by_products)
     monkeypatch.setattr(convolution, "formed_by_products", lambda size, channels, dtype, device: by_products)
     monkeypatch.setattr(convolution, "patches_by_place", lambda size, channels, device: by_place)
+    monkeypatch.setattr(linear, "_SMALL_LAYER", 2**16 if by_place else 0)
     case = CASES[name]
     for lead in case.leads:
         layer, x = Layer(case, list(case.parameters)), case.inputs(lead)

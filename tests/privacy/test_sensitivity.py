@@ -150,6 +150,7 @@ def test_a_layer_whose_gradient_is_not_finite_contributes_zero_whatever_the_othe
 
 
 LONG = {
+    "linear of one token": (lambda: nn.Linear(768, 1536, bias=False), (768,)),
     "linear of many tokens": (lambda: nn.Linear(768, 1536, bias=False), (197, 768)),
     "convolution": (lambda: nn.Conv2d(128, 128, 3, padding=1, bias=False), (128, 16, 16)),
     "scale and shift": (lambda: nn.LayerNorm([64, 32, 32]), (64, 32, 32)),

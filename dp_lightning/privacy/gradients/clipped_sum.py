@@ -1,6 +1,6 @@
 """The clipped sum of per-example gradients: sum over i of clip(grad l_i), in float32, in any number of pieces."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -79,6 +79,7 @@ class ClippedSum:
         self._counted = counted
         self._squared = torch.zeros(batch_size, len(self.labels), dtype=torch.float64, device=self.flat.device)
         self._kept: list[Contribution] = []
+        self._alike: dict[Hashable, list[Contribution]] = {}  # what is measured together, at the end
         self._rows: dict[str, Tensor] = {}
         self._seen: set[str] = set()
 
@@ -87,22 +88,28 @@ class ClippedSum:
         """Take what the physical batch contributes to some parameters; each parameter comes in one contribution only.
 
         If these are all parameters of their groups, they are clipped and added at once, and nothing is kept but small
-        gradients.
+        gradients, and what is small before it is measured.
         """
-        if self._seen & set(contribution.names):
-            raise DpLightningError(f"{contribution.names} come twice: their gradients add up before the norm is taken.")
-        self._seen.update(contribution.names)
-        groups = {self._group_of[name] for name in contribution.names}
-        complete = all(set(self._members[group]) <= set(contribution.names) for group in groups)
+        names = contribution.names
+        if not self._seen.isdisjoint(names):
+            raise DpLightningError(f"{names} come twice: their gradients add up before the norm is taken.")
+        self._seen.update(names)
+        if contribution.kind is not None:
+            self._alike.setdefault(contribution.kind, []).append(contribution)
+            return
+        groups = {self._group_of[name] for name in names}
         # Autocast would compute the products in bfloat16, and the sum would no longer be what was measured.
         with torch.autocast(self.flat.device.type, enabled=False):
-            if complete and len(contribution.rows) < len(contribution.names):
+            if len(contribution.rows) < len(names) == sum(len(self._members[group]) for group in groups):
                 contribution.stream(self._weigh, self.sums)
-                return
-            contribution.measure()
-            self._rows.update(contribution.rows)
-            if len(contribution.rows) < len(contribution.names):
-                self._kept.append(contribution)
+            else:
+                self._keep(contribution)
+
+    def _keep(self, contribution: Contribution) -> None:
+        contribution.measure()
+        self._rows.update(contribution.rows)
+        if len(contribution.rows) < len(contribution.names):
+            self._kept.append(contribution)
 
     @torch.no_grad()
     def end(self) -> Tensor:
@@ -112,6 +119,8 @@ class ClippedSum:
             (b, L) float32 norms before clipping, one column per group.
         """
         with torch.autocast(self.flat.device.type, enabled=False):
+            for first, *others in self._alike.values():
+                self._keep(first.joined(others) if others else first)
             parts: dict[int, list[Tensor]] = {}
             for contribution in self._kept:
                 for name, norms in contribution.norms().items():
@@ -132,7 +141,7 @@ class ClippedSum:
                 self._add_rows(small, factors)
         broken = (~squared.isfinite()).any(dim=1)
         self.discarded += (broken if self._counted is None else broken & self._counted).sum()
-        self._kept, self._rows = [], {}
+        self._kept, self._alike, self._rows = [], {}, {}
         if self.clip_plan.adaptive is not None:
             halves = (norms[:, 0] <= self._bounds[0]).float() - 0.5
             self.within += (halves if self._counted is None else halves * self._counted).sum()
@@ -142,6 +151,8 @@ class ClippedSum:
         """The small gradients as one tensor (b, numbers), float32, whose norms are added here; None without any."""
         if not self._rows:
             return None
+        # In one order, since its places are looked up once.
+        self._rows = {name: self._rows[name] for name in self._places if name in self._rows}
         rows = torch.cat([flat_rows(rows).float() for rows in self._rows.values()], dim=1)
         if len(self.labels) == 1:
             self._squared[:, 0] += _squared([rows])

@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,10 +59,15 @@ class Contribution(ABC):
     a bound on the difference is part of the norm.
     """
 
-    @property
-    @abstractmethod
-    def names(self) -> tuple[str, ...]:
-        """The names of the parameters."""
+    names: tuple[str, ...]
+    """The names of the parameters."""
+
+    kind: Hashable = None
+    """What `joined` takes is equal in it; None if that takes nothing."""
+
+    def joined(self, others: Sequence[Any]) -> "Contribution":
+        """One contribution in place of several of a kind, none of which is measured yet."""
+        raise NotImplementedError
 
     @abstractmethod
     def formed(self) -> "PerExample":
@@ -104,12 +109,8 @@ class PerExample(Contribution):
     """Per-example gradients that exist as tensors of shape (b, *parameter.shape)."""
 
     def __init__(self, gradients: dict[str, Tensor]) -> None:
-        self.gradients = gradients
+        self.gradients, self.names = gradients, tuple(gradients)
         self._rows = {name: rows for name, rows in gradients.items() if rows.shape[1:].numel() <= _SMALL}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.gradients)
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -178,28 +179,33 @@ def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, *, used_up: bool 
         total += places.view(total.shape)
 
 
-def joined(pieces: Sequence[Tensor]) -> Tensor:
+def joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
     """The pieces as one tensor."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
+    return pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces), dim)
 
 
 def scaled(rows: Tensor, weights: Tensor) -> Tensor:
-    """(r, ...) weights[i] * rows[i], with all of a row set to zero if any number of it is not finite.
+    """weights[i] * rows[i] for weights (r) and rows (r, ...), or weights (r, L) and rows (r, L, ...).
 
-    A large weight can take numbers out of the type's range; a row with a weight of zero may hold anything.
+    All of a row is zero if any number of it is not finite: a large weight can take numbers out of the type's range, and
+    a row with a weight of zero may hold anything.
     """
-    products = rows * weights.view(-1, *[1] * (rows.dim() - 1)).to(rows.dtype)
+    products = rows * _for_rows(weights, rows).to(rows.dtype)
     if products.numel() == 0 or (read_at_once(weights.device) and bool(((weights > 0) & (weights <= 1)).all())):
         return products
-    largest = torch.linalg.vector_norm(products.flatten(1), ord=torch.inf, dim=1)
+    largest = torch.linalg.vector_norm(products.flatten(weights.dim()), ord=torch.inf, dim=-1)
     return without(products, largest < torch.inf)
 
 
 def without(rows: Tensor, weights: Tensor) -> Tensor:
-    """``rows`` (r, ...) with zeros where the weight (r,) is zero or False; a product fails, since 0 * nan is nan."""
+    """``rows`` with zeros where the weight, as in `scaled`, is zero or False; a product fails, since 0 * nan is nan."""
     if read_at_once(weights.device) and bool(weights.all()):
         return rows
-    return rows.masked_fill((weights == 0).view(-1, *[1] * (rows.dim() - 1)), 0.0)
+    return rows.masked_fill(_for_rows(weights == 0, rows), 0.0)
+
+
+def _for_rows(weights: Tensor, rows: Tensor) -> Tensor:
+    return weights.view(*weights.shape, *[1] * (rows.dim() - weights.dim()))
 
 
 def finite_(rows: Tensor) -> None:

@@ -196,7 +196,7 @@ class Patches(Factors):
             super().add_total(weights, total)
             return
         dtype = torch.promote_types(self.dtype, torch.float32)
-        weights = weights.repeat_interleave(self._augmult) if self._augmult > 1 else weights
+        weights = weights[:, 0].repeat_interleave(self._augmult) if self._augmult > 1 else weights[:, 0]
         values, image = scaled(self._values.to(dtype), weights), without(self._image.to(dtype), weights)
         total += self.rows_of(_weight_gradient(self._conv, image, values))
 

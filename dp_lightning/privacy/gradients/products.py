@@ -19,7 +19,7 @@ gradient cancels cannot contribute what was not measured.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -86,6 +86,11 @@ class Factors(ABC):
     dtype: torch.dtype  # in which the gradients are formed
     device: torch.device
     by_products = True  # whether ``form`` multiplies matrices, or else folds examples into the groups of a convolution
+    kind: Hashable = None  # equal for factors that can be joined; None for those that cannot
+
+    def joined(self, others: Sequence[Any]) -> "Factors":
+        """The factors of several layers, one after the other in the groups."""
+        raise NotImplementedError
 
     @abstractmethod
     def left(self, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -131,7 +136,12 @@ class Factors(ABC):
         """Drop the tensors; ``size`` and ``weight`` stay usable."""
 
     def add_total(self, weights: Tensor, total: Tensor) -> None:
-        """Add the sum over i of weights[i] G_i^T P_i to ``total``: (groups, outputs, inputs), float32."""
+        """Add the sum over i of weights[i] G_i^T P_i to ``total``: (groups, outputs, inputs), float32.
+
+        Args:
+            weights: (b, L) of L layers, each of which has as many groups.
+            total: what is added to.
+        """
         size, dtype = self.size, torch.promote_types(self.dtype, torch.float32)
         for rows in self.ranges(size.patches + size.groups * size.positions * size.outputs):
             left = scaled(self.left(rows, dtype), weights[rows])
@@ -167,31 +177,36 @@ def float32_products() -> Iterator[None]:
 
 
 class Product(Contribution):
-    """Per-example gradients of a weight and its bias."""
+    """Per-example gradients of a weight and its bias, or of those of L layers of one kind.
 
-    def __init__(self, factors: Factors, names: Mapping[str, str]) -> None:
-        self._factors, self._names = factors, names
+    Args:
+        factors: the factors of all layers.
+        layers: for each layer, the names of its weight and bias by ``weight`` and ``bias``, without those not trained.
+    """
+
+    def __init__(self, factors: Factors, *layers: Mapping[str, str]) -> None:
+        self._factors, self._layers = factors, layers
+        self.names = tuple(name for layer in layers for name in layer.values())
+        self._weights = [layer["weight"] for layer in layers if "weight" in layer]
+        self._rows: dict[str, Tensor] = {}  # of biases
         self._kept: list[Tensor] = []  # formed, of r examples each, b in all
-        self._bias: Tensor | None = None  # (b, ...)
-        self._norms = torch.empty(0)  # of parts of the weight's gradient, (b, k)
+        self._norms = torch.empty(0)  # of k parts of each weight's gradient, (b, L * k)
+        if self._weights and factors.kind is not None:
+            self.kind = factors.kind, *layers[0]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._names.values())
-
-    @property
-    def _only_bias(self) -> bool:
-        return set(self._names) == {"bias"}
+    def joined(self, others: Sequence["Product"]) -> "Product":
+        layers = (layer for each in (self, *others) for layer in each._layers)
+        return Product(self._factors.joined([each._factors for each in others]), *layers)
 
     def formed(self) -> PerExample:
         self._measure_formed()
-        gradients = dict(self.rows)
+        gradients = dict(self._rows)
         if self._kept:
-            gradients[self._names["weight"]] = self._factors.weight(joined(self._kept))
+            gradients[self._weights[0]] = self._factors.weight(joined(self._kept))
         return PerExample(gradients)
 
     def measure(self) -> None:
-        if not self._only_bias and kept_method(self._factors.size) == "Gram":
+        if self._weights and kept_method(self._factors.size) == "Gram":
             self._measure_gram()
         else:
             self._measure_formed()
@@ -199,68 +214,75 @@ class Product(Contribution):
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
-        return {} if self._bias is None else {self._names["bias"]: self._bias}
+        return self._rows
 
     def norms(self) -> dict[str, Tensor]:
-        return {} if self._only_bias else {self._names["weight"]: self._norms}
+        return dict(zip(self._weights, self._by_layer(self._norms, 1), strict=True)) if self._weights else {}
 
     def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
-        if self._only_bias:
+        if not self._weights:
             return
-        name, start = self._names["weight"], 0
-        with self._adding_to(sums[name]) as total:
+        factors, start = joined([weights[name].unsqueeze(1) for name in self._weights], dim=1), 0  # (b, L)
+        with self._adding_to(sums) as total:
             if not self._kept:
                 with float32_products():
-                    self._factors.add_total(weights[name], total)
+                    self._factors.add_total(factors, total)
             for piece in self._kept:
-                part = weights[name][start : start + len(piece)]
-                add_weighted(total, piece, part, used_up=True)
+                parts = factors[start : start + len(piece)].unbind(1)
+                for into, part, own in zip(self._by_layer(total, 0), self._by_layer(piece, 1), parts, strict=True):
+                    add_weighted(into, part, own, used_up=True)
                 start += len(piece)
 
     def stream(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
         factors = self._factors
-        if self._only_bias:
+        if not self._weights:
             super().stream(weigh, sums)
             return
         if streamed_method(factors.size, by_products=factors.by_products) == "Gram":
             self._measure_gram()
             self.add_measured(weigh, sums)
             return
-        with self._adding_to(sums[self._names["weight"]]) as total:
+        (names,) = self._layers
+        with self._adding_to(sums) as total:
             for rows in factors.ranges(factors.forming):
                 pieces = {"weight": factors.form(rows, _GRADIENTS)}
-                if "bias" in self._names:
+                if "bias" in names:
                     pieces["bias"] = factors.bias(rows)
-                weights = weigh(rows, {self._names[own]: part_norms(piece) for own, piece in pieces.items()})
+                weights = weigh(rows, {names[own]: part_norms(piece) for own, piece in pieces.items()})
                 for own, piece in pieces.items():
-                    name = self._names[own]
-                    into = total if own == "weight" else sums[name]
-                    add_weighted(into, piece, weights[name], used_up=True)
+                    into = total if own == "weight" else sums[names[own]]
+                    add_weighted(into, piece, weights[names[own]], used_up=True)
 
     @contextmanager
-    def _adding_to(self, total: Tensor) -> Iterator[Tensor]:
-        """The sum ``total``, of the weight's shape, as (groups, outputs, inputs); what is added to it counts."""
-        rows = self._factors.rows_of(total)
-        if storage_address(rows) == storage_address(total):
+    def _adding_to(self, sums: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """The sums of the weights as one tensor (groups, outputs, inputs); what is added to it counts."""
+        totals = [sums[name] for name in self._weights]
+        rows = self._factors.rows_of(totals[0])
+        if len(totals) == 1 and storage_address(rows) == storage_address(totals[0]):
             yield rows
-        else:  # the layer's input and its weight have different memory formats
-            rows = torch.zeros_like(rows)
+        else:  # of several layers, or of one whose input and weight have different memory formats
+            rows = rows.new_zeros(self._factors.size.groups, *rows.shape[1:])
             yield rows
-            total += self._factors.weight(rows.unsqueeze(0))[0]
+            for total, part in zip(totals, self._factors.weight(rows.unflatten(0, (len(totals), -1))), strict=True):
+                total += part
+
+    def _by_layer(self, tensor: Tensor, dim: int) -> tuple[Tensor, ...]:
+        return tensor.chunk(len(self._layers), dim)
 
     def _measure_bias(self) -> None:
-        if "bias" in self._names:
-            self._bias = self._factors.bias(slice(None))
+        names = [layer["bias"] for layer in self._layers if "bias" in layer]
+        if names:
+            self._rows = dict(zip(names, self._by_layer(self._factors.bias(slice(None)), 1), strict=True))
 
     def _measure_formed(self) -> None:
         self._measure_bias()
-        if self._only_bias:
+        if not self._weights:
             return
         norms = []
         for rows in self._factors.ranges(self._factors.forming):
             # Small pieces fit into memory that activations have just freed. Fresh memory is slow.
             self._kept.append(self._factors.form(rows, torch.empty))
-            norms.append(part_norms(self._kept[-1]))
+            norms.append(joined([part_norms(part) for part in self._by_layer(self._kept[-1], 1)], dim=1))
         self._norms = joined(norms)
 
     def _measure_gram(self) -> None:
@@ -271,10 +293,18 @@ class Product(Contribution):
         self._measure_bias()
 
     def _gram_norms(self, rows: slice) -> Tensor:
-        left = self._factors.left(rows, torch.float64)
-        gram, patches = left @ left.mT, self._factors.right_gram(rows)
-        diagonals = gram.diagonal(dim1=2, dim2=3) * patches.diagonal(dim1=2, dim2=3)
-        rounding = rounding_per_term(self._factors.size.positions) * diagonals.clamp_min(0.0).sqrt().sum((1, 2))
-        squared = torch.linalg.vecdot(gram.flatten(1), patches.flatten(1)).clamp_min(0.0)
+        factors, layer = self._factors, (len(self._layers), -1)  # the groups of a layer are one vector
+        if factors.size.positions == 1:  # the matrices are squares of lengths
+            dtype = torch.promote_types(factors.dtype, torch.float32)  # that of the sum
+            left, right = factors.left(rows, dtype), factors.right(rows, dtype)
+            lengths = [torch.linalg.vector_norm(each, dim=3, dtype=torch.float64) for each in (left, right)]
+            terms = (lengths[0] * lengths[1]).unflatten(1, layer).flatten(2)
+            squared = terms.square().sum(2)
+        else:
+            left = factors.left(rows, torch.float64)
+            gram, patches = left @ left.mT, factors.right_gram(rows)
+            diagonals = gram.diagonal(dim1=2, dim2=3) * patches.diagonal(dim1=2, dim2=3)
+            terms = diagonals.clamp_min(0.0).sqrt().unflatten(1, layer).flatten(2)
+            squared = torch.linalg.vecdot(*(each.unflatten(1, layer).flatten(2) for each in (gram, patches)))
         # The sum of two vectors is at most as long as both together.
-        return (squared.sqrt() + rounding).unsqueeze(1)
+        return squared.clamp_min(0.0).sqrt() + rounding_per_term(factors.size.positions) * terms.sum(2)

@@ -132,7 +132,7 @@ class Recording(TorchFunctionMode):
         """
         if not losses.requires_grad:
             raise ModelError(UNTRAINED)
-        held = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        held = self._gradients()
         for name in held:
             self._parameters[name].grad = None
         self._single = self._sources.single()
@@ -142,8 +142,8 @@ class Recording(TorchFunctionMode):
                 self._require_no_gradients()
                 self._hand_over()
         finally:
-            for name, parameter in self._parameters.items():
-                parameter.grad = held.get(name)
+            for name in self._gradients() | held:
+                self._parameters[name].grad = held.get(name)
 
     # What the mode sees
 
@@ -215,13 +215,14 @@ class Recording(TorchFunctionMode):
     def _record(
         self, rule: Rule, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], batched: int, sources: list[Tensor]
     ) -> Any:
-        arguments = {**dict(zip(rule.arguments, args, strict=False)), **kwargs}
+        arguments = dict(zip(rule.arguments, args, strict=False)) | kwargs
         x = arguments.pop(rule.arguments[0])
-        trained = {
-            own: value
-            for own in rule.trained
-            if isinstance(value := arguments.get(own), Tensor) and any(value is source for source in sources)
-        }
+        trained = {}
+        for own in rule.trained:
+            value = arguments.get(own)
+            for source in sources:
+                if value is source:
+                    trained[own] = value
         if batched != 1 or not is_batched(x) or len(trained) != len(sources) or not rule.covers(arguments):
             return NotImplemented
         lead = x.dim() - rule.row_dims(x, arguments)
@@ -231,29 +232,31 @@ class Recording(TorchFunctionMode):
         inner = unwrapped(x)
         with below_transforms():
             rows = inner.flatten(0, lead) if lead else inner
+            result: Any = NotImplemented
+            if rule.folded is not None:
 
-            def for_each_row(own: str) -> Tensor:
-                """Weights (b * K, *shape); the rows of an example share its copy."""
-                value = arguments[own]
-                frozen = value.expand(self._batch_size, *value.shape)
-                copies = self._sources.leaf(value) if own in trained else frozen
-                return copies.unsqueeze(1).expand(-1, prod(shape), *value.shape).flatten(0, 1)
+                def for_each_row(own: str) -> Tensor:
+                    """Weights (b * K, *shape); the rows of an example share its copy."""
+                    value = arguments[own]
+                    frozen = value.expand(self._batch_size, *value.shape)
+                    copies = self._sources.leaf(value) if own in trained else frozen
+                    return copies.unsqueeze(1).expand(-1, prod(shape), *value.shape).flatten(0, 1)
 
-            result = NotImplemented if rule.folded is None else rule.folded(rows, arguments, for_each_row)
+                result = rule.folded(rows, arguments, for_each_row)
             if result is NotImplemented:
                 result = self._by_rule(rule, func, rows, arguments, trained)
-            return wrapped(result.unflatten(0, (self._batch_size, *shape)) if lead else result, self._level)
+            return wrapped(result.view(self._batch_size, *shape, *result.shape[1:]) if lead else result, self._level)
 
     def _by_rule(
         self, rule: Rule, func: Any, rows: Tensor, arguments: dict[str, Any], trained: Mapping[str, Tensor]
     ) -> Tensor:
         """Call a function on rows (b * K, ...), and let its rule wait for the gradient of the output."""
-        arguments |= {own: value.detach() for own, value in trained.items()}
-        result: Tensor = func(rows, **arguments)
-        found = {own: self._sources.of(value) for own, value in trained.items()}
-        for source in found.values():
+        names = {}
+        for own, value in trained.items():
+            source = self._sources.of(value)
             source.uses += 1
-        names = {own: source.name for own, source in found.items()}
+            names[own], arguments[own] = source.name, value.detach()
+        result: Tensor = func(rows, **arguments)
         call = Call(rows.detach(), arguments, names, len(rows) // self._batch_size)
         waiting = [(rule, call, version_of(rows))]
         if not result.requires_grad:
@@ -307,14 +310,16 @@ class Recording(TorchFunctionMode):
         if total:
             self._take(PerExample(total))
 
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+
     def _require_no_gradients(self) -> None:
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                raise ModelError(
-                    f"A gradient reaches the parameter '{name}' without passing through the torch functions that the "
-                    "private step sees, as in scripted functions (torch.jit.script). Set the environment variable "
-                    f"PYTORCH_JIT=0, which leaves functions unscripted, or {ONE_BY_ONE}."
-                )
+        for name in self._gradients():
+            raise ModelError(
+                f"A gradient reaches the parameter '{name}' without passing through the torch functions that the "
+                "private step sees, as in scripted functions (torch.jit.script). Set the environment variable "
+                f"PYTORCH_JIT=0, which leaves functions unscripted, or {ONE_BY_ONE}."
+            )
 
     def _require_no_hooks(self) -> None:
         for name, parameter in self._parameters.items():

@@ -181,7 +181,7 @@ RULES.update(
             ("input", "weight", "bias"),
             ("weight", "bias"),
             _of_weight,
-            lambda call, gradient: Product(Tokens(call.inputs, gradient, call.rows), call.names),
+            lambda call, gradient: Product(Tokens.of_rows(call.inputs, gradient, call.rows), call.names),
         ),
         torch.conv1d: _CONVOLUTION,
         torch.conv2d: _CONVOLUTION,
