@@ -76,6 +76,7 @@ CASES = {
     "linear": Case(F.linear, (4,), {"weight": (5, 4), "bias": (5,)}),
     "linear without bias": Case(F.linear, (4,), {"weight": (5, 4)}),
     "conv1d": conv(torch.conv1d, 4, (6, 2, 3), (9,), stride=2, padding=1, groups=2),
+    "conv1d of one position": conv(torch.conv1d, 4, (6, 2, 3), (3,), groups=2),
     "conv1d same": conv(torch.conv1d, 3, (4, 3, 4), (9,), padding="same"),
     "conv2d": conv(torch.conv2d, 4, (6, 4, 3, 3), (5, 6), padding=(1, 2), dilation=2),
     "conv2d strided": conv(torch.conv2d, 4, (6, 4, 2, 3), (5, 6), stride=(2, 1)),
