@@ -83,7 +83,6 @@ class ClippedSum:
         self._rows: dict[str, Tensor] = {}
         self._seen: set[str] = set()
 
-    @torch.no_grad()
     def take(self, contribution: Contribution) -> None:
         """Take what the physical batch contributes to some parameters; each parameter comes in one contribution only.
 
@@ -97,10 +96,13 @@ class ClippedSum:
         if contribution.kind is not None:
             self._alike.setdefault(contribution.kind, []).append(contribution)
             return
+        if len(contribution.rows) == len(names):
+            self._rows.update(contribution.rows)
+            return
         groups = {self._group_of[name] for name in names}
         # Autocast would compute the products in bfloat16, and the sum would no longer be what was measured.
-        with torch.autocast(self.flat.device.type, enabled=False):
-            if len(contribution.rows) < len(names) == sum(len(self._members[group]) for group in groups):
+        with torch.no_grad(), torch.autocast(self.flat.device.type, enabled=False):
+            if len(names) == sum(len(self._members[group]) for group in groups):
                 contribution.stream(self._weigh, self.sums)
             else:
                 self._keep(contribution)

@@ -78,7 +78,10 @@ class Contribution(ABC):
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
-        """Parameter name to gradients (b, *shape) that are so small that they are best taken together with others."""
+        """Parameter name to gradients (b, *shape) that are so small that they are best taken together with others.
+
+        There are more after ``measure`` where not all parameters have some before.
+        """
         return {}
 
     @abstractmethod

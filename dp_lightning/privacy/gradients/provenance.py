@@ -63,7 +63,7 @@ class Provenance:
         if self._stale:
             self._require_not_stale(tensor)
         key = id(tensor)
-        if self._is_made(tensor) or key in self._parameters or key in self._outside:
+        if key in self._parameters or self._is_made(tensor) or key in self._outside:
             return
         if is_wrapped(tensor):
             self._made[key] = weakref.ref(tensor)

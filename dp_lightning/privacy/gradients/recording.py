@@ -11,6 +11,7 @@ Parameters are recognised by ``requires_grad``. Inside vmap, a tensor that diffe
 is not wrapped and requires a gradient is a trained parameter or computed from trained parameters.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
@@ -174,7 +175,8 @@ class Recording(TorchFunctionMode):
             raise ModelError(f"training_step uses a transform of torch.func on a tensor that needs a gradient. {INNER}")
         if (batched or func in DRAWN_IN_PLACE) and writes(func):
             batched += self._becomes_batched(func, args[0])
-        self._provenance.before(func, args, kwargs)
+        if "out" in kwargs or writes(func):
+            self._provenance.before(func, args, kwargs)
         if batched and func == _REQUIRES_GRAD:  # autograd runs below the vmap
             return unwrapped(args[0]).requires_grad
         if batched:
@@ -258,10 +260,9 @@ class Recording(TorchFunctionMode):
             names[own], arguments[own] = source.name, value.detach()
         result: Tensor = func(rows, **arguments)
         call = Call(rows.detach(), arguments, names, len(rows) // self._batch_size)
-        waiting = [(rule, call, version_of(rows))]
         if not result.requires_grad:
             result = started(result)
-        result.register_hook(lambda gradient: self._receive(waiting, gradient))
+        result.register_hook(functools.partial(self._receive, [rule, call, version_of(rows)]))
         return result
 
     def _with_copies(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor]) -> Any:
@@ -286,10 +287,10 @@ class Recording(TorchFunctionMode):
 
     # The backward pass
 
-    def _receive(self, waiting: list[tuple[Rule, Call, int]], gradient: Tensor) -> None:
+    def _receive(self, waiting: list[Any], gradient: Tensor) -> None:
         """Take the gradient of a call's output; ``waiting`` has the rule, the call and the version of its input."""
-        # The graph and its hook outlive the backward pass, so drop what the function has seen.
-        rule, call, version = waiting.pop()
+        rule, call, version = waiting
+        waiting.clear()  # the graph and its hook outlive the backward pass
         if version_of(call.inputs) != version:
             raise ModelError(
                 f"The input of a function that uses {', '.join(call.names.values())} is changed in place after the "

@@ -18,7 +18,7 @@ from dp_lightning.torch_internals import below_transforms, version_of, wrapped
 _PULLED = 2**26
 
 
-@dataclass
+@dataclass(slots=True)
 class Source:
     """A trained parameter, or what is computed from trained parameters."""
 
