@@ -79,7 +79,9 @@ class ClippedSum:
         self._counted = counted
         self._squared = torch.zeros(batch_size, len(self.labels), dtype=torch.float64, device=self.flat.device)
         self._kept: list[Contribution] = []
-        self._alike: dict[Hashable, list[Contribution]] = {}  # what is measured together, at the end
+        # Measured at the end: what is measured together, and what grows, when no activation is left in memory.
+        self._alike: dict[Hashable, list[Contribution]] = {}
+        self._later: list[Contribution] = []
         self._rows: dict[str, Tensor] = {}
         self._seen: set[str] = set()
 
@@ -104,6 +106,8 @@ class ClippedSum:
         with torch.no_grad(), torch.autocast(self.flat.device.type, enabled=False):
             if len(names) == sum(len(self._members[group]) for group in groups):
                 contribution.stream(self._weigh, self.sums)
+            elif contribution.grows:
+                self._later.append(contribution)
             else:
                 self._keep(contribution)
 
@@ -121,8 +125,9 @@ class ClippedSum:
             (b, L) float32 norms before clipping, one column per group.
         """
         with torch.autocast(self.flat.device.type, enabled=False):
-            for first, *others in self._alike.values():
-                self._keep(first.joined(others) if others else first)
+            together = [first.joined(others) if others else first for first, *others in self._alike.values()]
+            for contribution in [*self._later, *together]:
+                self._keep(contribution)
             parts: dict[int, list[Tensor]] = {}
             for contribution in self._kept:
                 for name, norms in contribution.norms().items():
@@ -143,7 +148,7 @@ class ClippedSum:
                 self._add_rows(small, factors)
         broken = (~squared.isfinite()).any(dim=1)
         self.discarded += (broken if self._counted is None else broken & self._counted).sum()
-        self._kept, self._alike, self._rows = [], {}, {}
+        self._kept, self._later, self._alike, self._rows = [], [], {}, {}
         if self.clip_plan.adaptive is not None:
             halves = (norms[:, 0] <= self._bounds[0]).float() - 0.5
             self.within += (halves if self._counted is None else halves * self._counted).sum()

@@ -77,6 +77,11 @@ class Contribution(ABC):
         """Compute what the norms need while the tensors are still in the cache; keep what the sum needs."""
 
     @property
+    def grows(self) -> bool:
+        """Whether ``measure`` keeps more numbers than the contribution holds before."""
+        return False
+
+    @property
     def rows(self) -> Mapping[str, Tensor]:
         """Parameter name to gradients (b, *shape) that are so small that they are best taken together with others.
 

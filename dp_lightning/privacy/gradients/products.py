@@ -213,6 +213,11 @@ class Product(Contribution):
             self._factors.let_go()
 
     @property
+    def grows(self) -> bool:
+        size = self._factors.size
+        return bool(self._weights) and size.weight > size.seen and kept_method(size) == "formed"
+
+    @property
     def rows(self) -> Mapping[str, Tensor]:
         return self._rows
 
