@@ -176,57 +176,54 @@ def float32_products() -> Iterator[None]:
             backend.fp32_precision = precision
 
 
+def product(factors: Factors, names: Mapping[str, str]) -> Contribution:
+    """Per-example gradients of a ``weight`` and its ``bias``, of those that have a name."""
+    if "weight" in names:
+        return Product(factors, names)
+    return PerExample({names["bias"]: factors.bias(slice(None))})
+
+
 class Product(Contribution):
     """Per-example gradients of a weight and its bias, or of those of L layers of one kind.
 
     Args:
         factors: the factors of all layers.
-        layers: for each layer, the names of its weight and bias by ``weight`` and ``bias``, without those not trained.
+        layers: for each layer, the names of its weight and bias by ``weight`` and ``bias``, which may be missing.
     """
 
     def __init__(self, factors: Factors, *layers: Mapping[str, str]) -> None:
         self._factors, self._layers = factors, layers
+        self.kind = factors.kind and (factors.kind, *layers[0])
         self.names = tuple(name for layer in layers for name in layer.values())
-        self._weights = [layer["weight"] for layer in layers if "weight" in layer]
+        self._weights = [layer["weight"] for layer in layers]
         self._rows: dict[str, Tensor] = {}  # of biases
         self._kept: list[Tensor] = []  # formed, of r examples each, b in all
         self._norms = torch.empty(0)  # of k parts of each weight's gradient, (b, L * k)
-        if self._weights and factors.kind is not None:
-            self.kind = factors.kind, *layers[0]
 
     def joined(self, others: Sequence["Product"]) -> "Product":
         layers = (layer for each in (self, *others) for layer in each._layers)
         return Product(self._factors.joined([each._factors for each in others]), *layers)
 
     def formed(self) -> PerExample:
-        self._measure_formed()
-        gradients = dict(self._rows)
-        if self._kept:
-            gradients[self._weights[0]] = self._factors.weight(joined(self._kept))
-        return PerExample(gradients)
+        self._measure("formed")
+        return PerExample({**self._rows, self._weights[0]: self._factors.weight(joined(self._kept))})
 
     def measure(self) -> None:
-        if self._weights and kept_method(self._factors.size) == "Gram":
-            self._measure_gram()
-        else:
-            self._measure_formed()
-            self._factors.let_go()
+        self._measure(kept_method(self._factors.size))
 
     @property
     def grows(self) -> bool:
         size = self._factors.size
-        return bool(self._weights) and size.weight > size.seen and kept_method(size) == "formed"
+        return size.weight > size.seen and kept_method(size) == "formed"
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
         return self._rows
 
     def norms(self) -> dict[str, Tensor]:
-        return dict(zip(self._weights, self._by_layer(self._norms, 1), strict=True)) if self._weights else {}
+        return dict(zip(self._weights, self._by_layer(self._norms, 1), strict=True))
 
     def add_weighted(self, weights: Weights, sums: Mapping[str, Tensor]) -> None:
-        if not self._weights:
-            return
         factors, start = joined([weights[name].unsqueeze(1) for name in self._weights], dim=1), 0  # (b, L)
         with self._adding_to(sums) as total:
             if not self._kept:
@@ -240,11 +237,8 @@ class Product(Contribution):
 
     def stream(self, weigh: Weigh, sums: Mapping[str, Tensor]) -> None:
         factors = self._factors
-        if not self._weights:
-            super().stream(weigh, sums)
-            return
         if streamed_method(factors.size, by_products=factors.by_products) == "Gram":
-            self._measure_gram()
+            self._measure("Gram")
             self.add_measured(weigh, sums)
             return
         (names,) = self._layers
@@ -274,28 +268,21 @@ class Product(Contribution):
     def _by_layer(self, tensor: Tensor, dim: int) -> tuple[Tensor, ...]:
         return tensor.chunk(len(self._layers), dim)
 
-    def _measure_bias(self) -> None:
-        names = [layer["bias"] for layer in self._layers if "bias" in layer]
-        if names:
-            self._rows = dict(zip(names, self._by_layer(self._factors.bias(slice(None)), 1), strict=True))
-
-    def _measure_formed(self) -> None:
-        self._measure_bias()
-        if not self._weights:
-            return
-        norms = []
-        for rows in self._factors.ranges(self._factors.forming):
-            # Small pieces fit into memory that activations have just freed. Fresh memory is slow.
-            self._kept.append(self._factors.form(rows, torch.empty))
-            norms.append(joined([part_norms(part) for part in self._by_layer(self._kept[-1], 1)], dim=1))
+    def _measure(self, method: str) -> None:
+        factors, size, norms = self._factors, self._factors.size, []
+        if biases := [layer["bias"] for layer in self._layers if "bias" in layer]:
+            self._rows = dict(zip(biases, self._by_layer(factors.bias(slice(None)), 1), strict=True))
+        if method == "Gram":
+            # Two Gram matrices and what they are computed from, in float64.
+            for rows in factors.ranges(2 * (2 * size.groups * size.positions**2 + size.seen)):
+                norms.append(self._gram_norms(rows))
+        else:
+            for rows in factors.ranges(factors.forming):
+                # Small pieces fit into memory that activations have just freed. Fresh memory is slow.
+                self._kept.append(factors.form(rows, torch.empty))
+                norms.append(joined([part_norms(part) for part in self._by_layer(self._kept[-1], 1)], dim=1))
+            factors.let_go()
         self._norms = joined(norms)
-
-    def _measure_gram(self) -> None:
-        size = self._factors.size
-        # Two Gram matrices and what they are computed from, in float64.
-        ranges = self._factors.ranges(2 * (2 * size.groups * size.positions**2 + size.seen))
-        self._norms = joined([self._gram_norms(rows) for rows in ranges])
-        self._measure_bias()
 
     def _gram_norms(self, rows: slice) -> Tensor:
         factors, layer = self._factors, (len(self._layers), -1)  # the groups of a layer are one vector

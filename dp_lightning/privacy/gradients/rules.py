@@ -37,7 +37,7 @@ from dp_lightning.privacy.gradients.normalization import (
     group_norm,
     layer_norm,
 )
-from dp_lightning.privacy.gradients.products import Product
+from dp_lightning.privacy.gradients.products import product
 
 RowDims = Callable[[Tensor, Mapping[str, Any]], int]
 """Maps one example's first argument, and the others by name, to the number of dimensions of one row of it."""
@@ -164,14 +164,14 @@ _CONVOLUTION = Rule(
     ("input", "weight", "bias", "stride", "padding", "dilation", "groups"),
     ("weight", "bias"),
     _of_weight,
-    lambda call, gradient: Product(Patches(_geometry(call), call.inputs, gradient, call.rows), call.names),
+    lambda call, gradient: product(Patches(_geometry(call), call.inputs, gradient, call.rows), call.names),
     ("stride", "padding", "dilation", "groups"),
 )
 _TRANSPOSED = Rule(
     ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"),
     ("weight", "bias"),
     _of_weight,
-    lambda call, gradient: Product(TransposedPatches(_geometry(call), call.inputs, gradient, call.rows), call.names),
+    lambda call, gradient: product(TransposedPatches(_geometry(call), call.inputs, gradient, call.rows), call.names),
     ("stride", "padding", "output_padding", "groups", "dilation"),
     _is_known_transposed,
 )
@@ -181,7 +181,7 @@ RULES.update(
             ("input", "weight", "bias"),
             ("weight", "bias"),
             _of_weight,
-            lambda call, gradient: Product(Tokens.of_rows(call.inputs, gradient, call.rows), call.names),
+            lambda call, gradient: product(Tokens.of_rows(call.inputs, gradient, call.rows), call.names),
         ),
         torch.conv1d: _CONVOLUTION,
         torch.conv2d: _CONVOLUTION,
