@@ -36,12 +36,6 @@ class Call:
     names: Mapping[str, str]
     rows: int
 
-    @property
-    def weight_shape(self) -> torch.Size:
-        """The shape of the argument ``weight``."""
-        weight: Tensor = self.arguments["weight"]
-        return weight.shape
-
 
 Weights = Mapping[str, Tensor]
 """Parameter name to the factor of each example, (r,) float32; zero where the gradient is not finite."""

@@ -219,12 +219,9 @@ class Recording(TorchFunctionMode):
     ) -> Any:
         arguments = dict(zip(rule.arguments, args, strict=False)) | kwargs
         x = arguments.pop(rule.arguments[0])
-        trained = {}
-        for own in rule.trained:
-            value = arguments.get(own)
-            for source in sources:
-                if value is source:
-                    trained[own] = value
+        trained = {
+            own: arguments[own] for own in rule.trained if any(arguments.get(own) is source for source in sources)
+        }
         if batched != 1 or not is_batched(x) or len(trained) != len(sources) or not rule.covers(arguments):
             return NotImplemented
         lead = x.dim() - rule.row_dims(x, arguments)

@@ -128,15 +128,16 @@ def _embedding(call: Call, gradient: Tensor) -> Contribution:
     rows = gradient.reshape(*indices.shape, gradient.shape[-1])
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
     if (padding := call.arguments.get("padding_idx")) is not None:
-        rows = rows.masked_fill((indices == padding % call.weight_shape[0]).unsqueeze(2), 0.0)
-    table = rows.new_zeros(len(rows), *call.weight_shape)
+        rows = rows.masked_fill((indices == padding % len(call.arguments["weight"])).unsqueeze(2), 0.0)
+    table = rows.new_zeros(len(rows), *call.arguments["weight"].shape)
     table.scatter_add_(1, indices.unsqueeze(2).expand_as(rows), rows)
     return PerExample({call.names["weight"]: table})
 
 
 def _geometry(call: Call) -> Geometry:
     names = ("stride", "padding", "dilation", "groups")
-    return geometry(call.weight_shape, **{name: call.arguments[name] for name in names if name in call.arguments})
+    found = {name: call.arguments[name] for name in names if name in call.arguments}
+    return geometry(call.arguments["weight"].shape, **found)
 
 
 def _is_known_transposed(arguments: Mapping[str, Any]) -> bool:
