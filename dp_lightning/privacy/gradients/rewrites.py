@@ -201,24 +201,17 @@ def cross_entropy(
     return losses.sum() / of_class.sum() if reduction == "mean" else losses.sum()
 
 
-def max_pool2d(
-    input: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Tensor:
+def max_pool2d(input: Tensor, *options: Any, return_indices: bool = False, **named: Any) -> Tensor:
     """``F.max_pool2d`` of contiguous images on a CPU, once on the images (n, C, H, W) of all examples."""
-    if return_indices or level() != 1 or not is_batched(input) or input.dim() not in (3, 4):
+    with_indices = return_indices or len(options) > 5
+    if with_indices or level() != 1 or not is_batched(input) or input.dim() not in (3, 4):
         return NotImplemented
     inner = unwrapped(input)
     with below_transforms():
         images = inner.flatten(0, -4)
         if images.device.type != "cpu" or images.shape[1] < _VECTOR or not images.is_contiguous():
             return NotImplemented
-        pooled: Tensor = _MaxPool.apply(images, (kernel_size, stride, padding, dilation, ceil_mode))
+        pooled: Tensor = _MaxPool.apply(images, options, named)
         return wrapped(pooled.unflatten(0, inner.shape[:-3]), 1)
 
 
@@ -226,22 +219,22 @@ class _MaxPool(torch.autograd.Function):
     """Pools in the channels-last format, in which torch compares the numbers of many channels at once, in the cache."""
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, options: tuple[Any, ...]) -> Tensor:
+    def forward(ctx: Any, images: Tensor, options: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
         ctx.shape, pooled = images.shape, []
         # The images in two formats, and what is the largest, in numbers of twice the size.
         for piece in images.split(examples_at_a_time(8 * images[:1].numel(), images.device)):
             piece = piece.contiguous(memory_format=torch.channels_last)
-            pooled.append([part.contiguous() for part in F.max_pool2d(piece, *options, return_indices=True)])
+            pooled.append([part.contiguous() for part in F.max_pool2d(piece, *options, **named, return_indices=True)])
         values, places = (torch.cat(parts) for parts in zip(*pooled, strict=True))
         ctx.save_for_backward(places)
         return values
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (places,), gradient = ctx.saved_tensors, gradients[0]
         images = gradient.new_zeros(ctx.shape)
         images.flatten(2).scatter_add_(2, places.flatten(2), gradient.flatten(2))
-        return images, None
+        return images, None, None
 
 
 def set_item(tensor: Tensor, index: Any, value: Any) -> None:
