@@ -285,18 +285,12 @@ class Product(Contribution):
         self._norms = joined(norms)
 
     def _gram_norms(self, rows: slice) -> Tensor:
-        factors, layer = self._factors, (len(self._layers), -1)  # the groups of a layer are one vector
-        if factors.size.positions == 1:  # the matrices are squares of lengths
-            dtype = torch.promote_types(factors.dtype, torch.float32)  # that of the sum
-            left, right = factors.left(rows, dtype), factors.right(rows, dtype)
-            lengths = [torch.linalg.vector_norm(each, dim=3, dtype=torch.float64) for each in (left, right)]
-            terms = (lengths[0] * lengths[1]).unflatten(1, layer).flatten(2)
-            squared = terms.square().sum(2)
-        else:
-            left = factors.left(rows, torch.float64)
-            gram, patches = left @ left.mT, factors.right_gram(rows)
-            diagonals = gram.diagonal(dim1=2, dim2=3) * patches.diagonal(dim1=2, dim2=3)
-            terms = diagonals.clamp_min(0.0).sqrt().unflatten(1, layer).flatten(2)
-            squared = torch.linalg.vecdot(*(each.unflatten(1, layer).flatten(2) for each in (gram, patches)))
+        left = self._factors.left(rows, torch.float64)
+        gram, patches = left @ left.mT, self._factors.right_gram(rows)
+        diagonals = gram.diagonal(dim1=2, dim2=3) * patches.diagonal(dim1=2, dim2=3)
+        layer = len(self._layers), -1  # the groups of a layer are one vector
+        terms = diagonals.clamp_min(0.0).sqrt().unflatten(1, layer).flatten(2).sum(2)
+        squared = torch.linalg.vecdot(*(each.unflatten(1, layer).flatten(2) for each in (gram, patches)))
+        rounding = rounding_per_term(self._factors.size.positions) * terms
         # The sum of two vectors is at most as long as both together.
-        return squared.clamp_min(0.0).sqrt() + rounding_per_term(factors.size.positions) * terms.sum(2)
+        return squared.clamp_min(0.0).sqrt() + rounding
