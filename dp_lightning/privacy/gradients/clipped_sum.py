@@ -79,9 +79,8 @@ class ClippedSum:
         self._counted = counted
         self._squared = torch.zeros(batch_size, len(self.labels), dtype=torch.float64, device=self.flat.device)
         self._kept: list[Contribution] = []
-        # Measured at the end: what is measured together, and what grows, when no activation is left in memory.
-        self._alike: dict[Hashable, list[Contribution]] = {}
-        self._later: list[Contribution] = []
+        # Measured at the end: what is of one kind together, and what grows when no activation is left in memory.
+        self._later: dict[Hashable, list[Contribution]] = {}
         self._rows: dict[str, Tensor] = {}
         self._seen: set[str] = set()
 
@@ -96,7 +95,7 @@ class ClippedSum:
             raise DpLightningError(f"{names} come twice: their gradients add up before the norm is taken.")
         self._seen.update(names)
         if contribution.kind is not None:
-            self._alike.setdefault(contribution.kind, []).append(contribution)
+            self._later.setdefault(contribution.kind, []).append(contribution)
             return
         if len(contribution.rows) == len(names):
             self._rows.update(contribution.rows)
@@ -107,7 +106,7 @@ class ClippedSum:
             if len(names) == sum(len(self._members[group]) for group in groups):
                 contribution.stream(self._weigh, self.sums)
             elif contribution.grows:
-                self._later.append(contribution)
+                self._later[names] = [contribution]
             else:
                 self._keep(contribution)
 
@@ -125,9 +124,8 @@ class ClippedSum:
             (b, L) float32 norms before clipping, one column per group.
         """
         with torch.autocast(self.flat.device.type, enabled=False):
-            together = [first.joined(others) if others else first for first, *others in self._alike.values()]
-            for contribution in [*self._later, *together]:
-                self._keep(contribution)
+            for first, *others in self._later.values():
+                self._keep(first.joined(others) if others else first)
             parts: dict[int, list[Tensor]] = {}
             for contribution in self._kept:
                 for name, norms in contribution.norms().items():
@@ -148,7 +146,7 @@ class ClippedSum:
                 self._add_rows(small, factors)
         broken = (~squared.isfinite()).any(dim=1)
         self.discarded += (broken if self._counted is None else broken & self._counted).sum()
-        self._kept, self._later, self._alike, self._rows = [], [], {}, {}
+        self._kept, self._later, self._rows = [], {}, {}
         if self.clip_plan.adaptive is not None:
             halves = (norms[:, 0] <= self._bounds[0]).float() - 0.5
             self.within += (halves if self._counted is None else halves * self._counted).sum()
@@ -158,7 +156,7 @@ class ClippedSum:
         """The small gradients as one tensor (b, numbers), float32, whose norms are added here; None without any."""
         if not self._rows:
             return None
-        # In one order, since its places are looked up once.
+        # In one order, since the places of these names are looked up once.
         self._rows = {name: self._rows[name] for name in self._places if name in self._rows}
         rows = torch.cat([flat_rows(rows).float() for rows in self._rows.values()], dim=1)
         if len(self.labels) == 1:
@@ -185,7 +183,7 @@ class ClippedSum:
                 places.append(torch.arange(ends[name] - numel, ends[name]).as_strided(shape, stride).flatten())
                 groups.append(torch.full((numel,), self._group_of[name]))
             place, group = (sent(torch.cat(each), self.flat.device) for each in (places, groups))
-            self._known_places = {names: (place, group)}
+            self._known_places[names] = place, group
         return self._known_places[names]
 
     def _weigh(self, rows: slice, norms: Mapping[str, Tensor]) -> Weights:
