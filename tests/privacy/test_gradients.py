@@ -86,15 +86,10 @@ LAYERS = {
     "scaled-standardized-conv": (lambda: timm.layers.ScaledStdConv2d(4, 6, 3, gamma=1.7, gain_init=0.8), (4, 5, 5)),
     "timm-attention-pool": (lambda: timm.layers.AttentionPoolLatent(8, num_heads=2), (5, 8)),
     "prelu": (lambda: nn.PReLU(4), (4, 5)),
-    "layers of one size": (lambda: layers_of_one_size(), (4,)),
-    "layers of one size and several tokens": (lambda: layers_of_one_size(), (3, 4)),
+    "layers of one size": (lambda: nn.Sequential(*(nn.Linear(8, 8, bias=i != 2) for i in range(4))), (8,)),
+    "layers of one size, tokens": (lambda: nn.Sequential(*(nn.Linear(8, 8, bias=i != 2) for i in range(4))), (3, 8)),
     "transformer-layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (3, 8)),
 }
-
-
-def layers_of_one_size():
-    layers = [nn.Linear(4, 4, bias=index != 2) for index in range(4)]
-    return nn.Sequential(*layers, nn.Tanh(), *[nn.Linear(4, 4) for _ in range(2)])
 
 
 @pytest.mark.parametrize("plan", [ClipPlan.flat(max_grad_norm=0.1), PLANS["per-layer-abadi"]])
