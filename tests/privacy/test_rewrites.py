@@ -48,22 +48,6 @@ def outputs_of(model, x):
     return kept[0].detach()
 
 
-# Pooling
-
-
-@pytest.mark.parametrize("options", [{}, {"stride": 1}, {"stride": 1, "padding": 1, "dilation": 2, "ceil_mode": True}])
-@pytest.mark.parametrize("shape", [(3, 6, 7), (2, 3, 6, 7)])
-def test_pooling_takes_the_same_maxima(shape, options):
-    """Also where several are equal, as zeros are."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 2), nn.ReLU(), nn.MaxPool2d(2, **options))
-    images = torch.randn(B, *shape)
-    with pytest.MonkeyPatch.context() as patch:  # of the layer before, which is contiguous
-        patch.setattr(torch, "max_pool2d", None)
-        found = outputs_of(model, images)
-    assert torch.equal(found, torch.stack([model(image) for image in images]))
-    check(model, loss, images, rtol=1e-8)
-
-
 # Attention
 
 
@@ -193,4 +177,5 @@ def test_pooling_takes_the_first_of_equal_numbers(monkeypatch, options, shape):
     check(model, lambda m, x: (h := m(x)).flatten() @ torch.arange(1.0, 1 + h.numel()), x)
     x[0, ..., 1, 2] = torch.nan
     expected = torch.stack([model(row) for row in x]).detach()
+    monkeypatch.setattr(torch, "max_pool2d", None)  # the rewrite needs the places alone
     torch.testing.assert_close(outputs_of(model, x), expected, rtol=0, atol=0, equal_nan=True)

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from dp_lightning.privacy.gradients.cost_model import examples_at_a_time
 from dp_lightning.torch_internals import below_transforms, is_batched, level, unwrapped, wrapped
 
-# With fewer channels, vectors over them have places that are not used.
-_VECTOR = 4
+# With fewer, channels-last images are no faster.
+_CHANNELS = 4
 
 State = Sequence[Tensor]  # (h,) or, of an LSTM, (h, c)
 
@@ -201,40 +201,19 @@ def cross_entropy(
     return losses.sum() / of_class.sum() if reduction == "mean" else losses.sum()
 
 
-def max_pool2d(input: Tensor, *options: Any, return_indices: bool = False, **named: Any) -> Tensor:
-    """``F.max_pool2d`` of contiguous images on a CPU, once on the images (n, C, H, W) of all examples."""
-    with_indices = return_indices or len(options) > 5
-    if with_indices or level() != 1 or not is_batched(input) or input.dim() not in (3, 4):
+def max_pool2d(input: Tensor, *args: Any, **options: Any) -> Tensor:
+    """``F.max_pool2d`` of contiguous images, whose maxima a CPU finds several times faster in channels-last ones."""
+    rows = unwrapped(input) if level() == 1 and is_batched(input) and input.device.type == "cpu" else None
+    if rows is None or not rows.is_contiguous() or rows.shape[-3] < _CHANNELS or len(args) > 5:
         return NotImplemented
-    inner = unwrapped(input)
+    options = {**options, "return_indices": True}
     with below_transforms():
-        images = inner.flatten(0, -4)
-        if images.device.type != "cpu" or images.shape[1] < _VECTOR or not images.is_contiguous():
-            return NotImplemented
-        pooled: Tensor = _MaxPool.apply(images, options, named)
-        return wrapped(pooled.unflatten(0, inner.shape[:-3]), 1)
-
-
-class _MaxPool(torch.autograd.Function):
-    """Pools in the channels-last format, in which torch compares the numbers of many channels at once, in the cache."""
-
-    @staticmethod
-    def forward(ctx: Any, images: Tensor, options: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-        ctx.shape, pooled = images.shape, []
-        # The images in two formats, and what is the largest, in numbers of twice the size.
-        for piece in images.split(examples_at_a_time(8 * images[:1].numel(), images.device)):
-            piece = piece.contiguous(memory_format=torch.channels_last)
-            pooled.append([part.contiguous() for part in F.max_pool2d(piece, *options, **named, return_indices=True)])
-        values, places = (torch.cat(parts) for parts in zip(*pooled, strict=True))
-        ctx.save_for_backward(places)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (places,), gradient = ctx.saved_tensors, gradients[0]
-        images = gradient.new_zeros(ctx.shape)
-        images.flatten(2).scatter_add_(2, places.flatten(2), gradient.flatten(2))
-        return images, None, None
+        found = []
+        for images in rows.detach().flatten(0, -4).split(examples_at_a_time(8 * rows[0].numel(), rows.device)):
+            images = images.contiguous(memory_format=torch.channels_last)
+            found.append(F.max_pool2d(images, *args, **options)[1].contiguous())
+        places = torch.cat(found).unflatten(0, rows.shape[:-3])
+        return wrapped(rows.flatten(-2).gather(-1, places.flatten(-2)).view_as(places), 1)
 
 
 def set_item(tensor: Tensor, index: Any, value: Any) -> None:
@@ -269,6 +248,5 @@ REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     F.cross_entropy: cross_entropy,
     F.max_pool2d: max_pool2d,
-    torch.max_pool2d: max_pool2d,
     Tensor.__setitem__: set_item,
 }
