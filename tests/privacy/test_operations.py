@@ -53,21 +53,22 @@ def operations(work):
 
 
 @pytest.mark.parametrize(
-    ("name", "usual", "clipping", "most", "sizes"),
+    ("name", "usual", "clipping", "most", "sizes", "dtype"),
     [
-        ("WRN-16-4", 107, "flat", 420, (64, 512)),
-        ("WRN-16-4", 107, "per_layer", 520, (64,)),
-        ("ViT-S/16", 558, "flat", 900, (64,)),
-        ("ViT-S/16", 558, "per_layer", 1500, (64,)),
+        ("WRN-16-4", 107, "flat", 420, (64, 512), torch.float32),
+        ("WRN-16-4", 107, "flat", 460, (64, 512), torch.bfloat16),
+        ("WRN-16-4", 107, "per_layer", 520, (64,), torch.float32),
+        ("ViT-S/16", 558, "flat", 900, (64,), torch.float32),
+        ("ViT-S/16", 558, "per_layer", 1500, (64,), torch.float32),
     ],
 )
-def test_a_private_step_has_few_operations_whatever_the_batch(monkeypatch, name, usual, clipping, most, sizes):
+def test_a_private_step_has_few_operations_whatever_the_batch(monkeypatch, name, usual, clipping, most, sizes, dtype):
     """Forward and backward pass and the clipped sum, with the methods of a device that is no CPU."""
     # The meta device has no autocast.
     monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext())
     make, shape = MODELS[name]
     with torch.device("meta"):
-        model, x, y = make(), torch.empty(512, *shape), torch.zeros(512, dtype=torch.long)
+        model, x, y = make().to(dtype), torch.empty(512, *shape, dtype=dtype), torch.zeros(512, dtype=torch.long)
     parameters = dict(model.named_parameters())
     total = ClippedSum(parameters, getattr(ClipPlan, clipping)(max_grad_norm=1.0))
 

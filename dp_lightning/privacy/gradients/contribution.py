@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_lightning.privacy.gradients.cost_model import examples_at_a_time
 from dp_lightning.processors import read_at_once
 
-# Rows of 16 bits that are copied in float32 at a time.
+# Rows of 16 bits that are copied in float32 at a time on a CPU.
 _WIDENED_ROWS = 8
 # Squares are added up in float32 over parts of at most so many numbers, and in float64 from there on. Shorter parts
 # are not worth their number.
@@ -169,7 +170,8 @@ def add_weighted(total: Tensor, rows: Tensor, weights: Tensor, *, used_up: bool 
     """
     places = total.view(-1) if total.is_contiguous() else torch.zeros(total.numel(), device=total.device)
     # In pieces, so that a copy in float32 never exists as a whole.
-    step = len(rows) if rows.dtype == torch.float32 else _WIDENED_ROWS
+    widened = _WIDENED_ROWS if read_at_once(rows.device) else examples_at_a_time(total.numel(), rows.device)
+    step = len(rows) if rows.dtype == torch.float32 else widened
     for piece, factors in zip(rows.split(step), weights.split(step), strict=True):
         if used_up and not read_at_once(piece.device):
             # Faster than `without`; a row whose weight is not zero has only finite numbers.
