@@ -44,7 +44,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $(INSTALLED)
 
 $(COMPLETE): $(INSTALLED)
-	$(INSTALL) -e '.[dev,bench,docs,pld,finetune,dicom,export,report,slurm,ray]'
+	$(INSTALL) -e '.[dev,docs,pld,finetune,dicom,export,report,slurm,ray]'
 	@touch $(COMPLETE)
 
 quickstart: $(INSTALLED)

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,9 +24,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measuring import arguments, hardware, memory_mib, positive, table, write_json
 
 FORMATS = ("contiguous", "channels_last")
-# Their networks are in flax_steps.py.
-JAX_WAYS = ("jax ordinary", "jax_privacy", "jax_privacy, 8 at once")
-JAX_MODELS = ("wrn16-4", "wrn28-10")
 
 
 class Job(NamedTuple):
@@ -82,26 +78,20 @@ class Answers:
 
 def work(job: Job, parent: Connection) -> None:
     """Take a step whenever the parent asks for one."""
-    if job.way in JAX_WAYS:
-        import flax_steps
+    import torch
+    import training_steps
 
-        answers = Answers(job.device, parent)
-        step = flax_steps.step(job.model, job.way, job.batch_size, job.threads)
-    else:
-        import torch
-        import training_steps
-
-        torch.set_num_threads(job.threads)
-        # The default of torch differs between operations. The older of its two ways, for which torch.compile asks.
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.dtype == "tf32"
-        torch.manual_seed(0)
-        answers = Answers(job.device, parent)
-        memory_format = getattr(torch, {"contiguous": "contiguous_format"}.get(job.memory_format, job.memory_format))
-        model, *batch = training_steps.build(job.model, torch.device(job.device), job.batch_size, memory_format)
-        make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
-        step = partial(make(model, training_steps.autocast_to(job.device, job.dtype)), *batch)
+    torch.set_num_threads(job.threads)
+    # The default of torch differs between operations. The older of its two ways, for which torch.compile asks.
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = job.dtype == "tf32"
+    torch.manual_seed(0)
+    answers = Answers(job.device, parent)
+    memory_format = getattr(torch, {"contiguous": "contiguous_format"}.get(job.memory_format, job.memory_format))
+    model, *batch = training_steps.build(job.model, torch.device(job.device), job.batch_size, memory_format)
+    make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
+    step = make(model, training_steps.autocast_to(job.device, job.dtype))
     while answers.goes_on():
-        step()
+        step(*batch)
 
 
 def _guarded(work: Callable[[Any, Connection], None], job: Any, parent: Connection) -> None:
@@ -118,13 +108,8 @@ def jobs_of(options: argparse.Namespace, model: str, dtype: str, sizes: Sequence
     jobs = []
     for size in sizes:
         for way in ["ordinary", *(way for way in options.ways if way != "ordinary")]:
-            if way in JAX_WAYS:
-                formats = ["channels_last"] if model in JAX_MODELS and dtype == "fp32" else []  # Flax has no other
-            elif way.startswith("Opacus"):
-                # The gradients of convolutions that Opacus computes are wrong on other images: docs/performance.md.
-                formats = ["contiguous"]
-            else:
-                formats = options.formats
+            # The gradients of convolutions that Opacus computes are wrong on other images: docs/performance.md.
+            formats = ["contiguous"] if way.startswith("Opacus") else options.formats
             jobs += [Job(model, dtype, way, each, size, device, options.threads) for each in formats]
     return jobs
 
@@ -224,7 +209,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     types = "float32, float32 with products in TF32 on a GPU, bfloat16 by autocast"
     parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "tf32", "bf16"], help=types)
-    ways = list(dict.fromkeys([*training_steps.WAYS, *training_steps.FINE_TUNING, *JAX_WAYS]))
+    ways = list(dict.fromkeys([*training_steps.WAYS, *training_steps.FINE_TUNING]))
     parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=ways)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     sizes = "sizes of physical batches (default: one, by model and device)"

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torchvision
 import yaml
-from clipped_sums import clipped_gradient_sum
 from pages import ROOT, read, tables
 from torch.nn import functional as F
 
@@ -25,8 +24,8 @@ from dp_lightning.cli import main
 from dp_lightning.commands.configs import path_of
 from dp_lightning.commands.fit_settings import SettingsReader
 from dp_lightning.datamodules import NpzImages
-from dp_lightning.models import SmallCNN, WideResNet
-from dp_lightning.privacy import ClipPlan, PrivateStep
+from dp_lightning.models import SmallCNN
+from dp_lightning.privacy import PrivateStep
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu
@@ -72,11 +71,9 @@ def test_a_way_is_measured_in_the_formats_that_it_can_take():
         options = step.parse(["--ways", *ways])
         return [(job.way, job.memory_format) for job in step.jobs_of(options, model, dtype, [4], "cpu")]
 
-    found = jobs("wrn16-4", "fp32", "ours flat", "Opacus hooks", "jax_privacy")
+    found = jobs("wrn16-4", "fp32", "ours flat", "Opacus hooks")
     ours = [(way, memory_format) for way in ("ordinary", "ours flat") for memory_format in step.FORMATS]
-    assert found == [*ours, ("Opacus hooks", "contiguous"), ("jax_privacy", "channels_last")]
-    for model, dtype in (("wrn16-4", "bf16"), ("vit-s16", "fp32")):  # which have no Flax network
-        assert jobs(model, dtype, "jax_privacy") == [("ordinary", form) for form in step.FORMATS]
+    assert found == [*ours, ("Opacus hooks", "contiguous")]
 
 
 def test_opacus_computes_wrong_gradients_of_convolutions_on_channels_last():
@@ -88,39 +85,6 @@ def test_opacus_computes_wrong_gradients_of_convolutions_on_channels_last():
     wrapped = GradSampleModule(layer, loss_reduction="sum")
     wrapped(x.to(memory_format=torch.channels_last)).square().sum().backward()
     assert (wrapped._module.weight.grad_sample - expected).norm() > 0.1 * expected.norm()
-
-
-def flax_parameters(state):
-    """The Flax parameters with the numbers of the PyTorch network's state."""
-    found = {}
-    for name, value in state.items():
-        *owners, last = name.replace("blocks.", "blocks_").split(".")
-        last = "kernel" if value.ndim > 1 else {"weight": "scale", "bias": "bias"}[last]
-        value = value.transpose(2, 3, 1, 0) if value.ndim == 4 else value.T
-        place = functools.reduce(lambda place, owner: place.setdefault(owner, {}), owners, found)
-        place[last] = value
-    return found
-
-
-def test_the_network_in_flax_has_the_same_clipped_sum():
-    import flax_steps
-    import jax
-
-    jax.config.update("jax_disable_most_optimizations", True)  # to compile takes longer than to compute
-    assert (tuple(flax_steps.WAYS), tuple(flax_steps.DEPTH_AND_WIDTH)) == (step.JAX_WAYS, step.JAX_MODELS)
-    torch.manual_seed(0)
-    model, network = WideResNet(10, 1, 10), flax_steps.WideResNet(10, 1)
-    x, y = torch.randn(4, 3, 16, 16), torch.arange(4)
-    total, norms = clipped_gradient_sum(model, F.cross_entropy, x, y, clip_plan=ClipPlan.flat(max_grad_norm=1.0))
-    assert norms.min() > 1  # all examples are clipped
-    numbers, ours = (
-        flax_parameters({name: part.detach().numpy() for name, part in state.items()})
-        for state in (model.state_dict(), total)
-    )
-    gradient = jax.jit(flax_steps.clipped(None)(network))
-    theirs = gradient(numbers, x.permute(0, 2, 3, 1).numpy(), y.numpy())
-    for found, expected in zip(jax.tree_util.tree_leaves(theirs), jax.tree_util.tree_leaves(ours), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.fixture

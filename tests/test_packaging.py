@@ -75,7 +75,7 @@ def test_what_dependencies_need_is_pinned_too():
 def test_each_make_target_installs_what_it_needs(target, runs, everything):
     make = ["make", "--dry-run", "--always-make", target, f"PYTHON={sys.executable}"]
     dry = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    package, extras = "-c constraints.txt -e .\n", f"-e '.[{','.join(['dev', 'bench', 'docs'])}"
+    package, extras = "-c constraints.txt -e .\n", f"-e '.[{','.join(['dev', 'docs'])}"
     assert dry.index("-m venv .venv") < dry.index(package) < dry.index(runs)
     assert (extras in dry) == everything
     if everything:
