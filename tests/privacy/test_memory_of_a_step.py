@@ -1,11 +1,13 @@
 """What a private step holds between two steps, as docs/large_models.md says it, counted without memory."""
 
+import gc
 import re
 from pathlib import Path
 
 import pytest
 import timm
 import torch
+from reference import Module, record
 from small_steps import private_step
 from torch import nn
 
@@ -45,6 +47,24 @@ def test_bytes_of_a_trained_parameter(gpu, optimizer, disk, expected):
         held += [t for value in vars(step._extrapolation).values() if isinstance(value, dict) for t in value.values()]
     count = sum(p.numel() for p in parameters)
     assert bytes_of(*held) / count == pytest.approx(expected, rel=0.01)
+
+
+PARTS = {
+    "pooling": lambda: nn.MaxPool2d(2),
+    "attention": lambda: Module(lambda m, x: m.inner(*[x.flatten(1)] * 3)[0], inner=nn.MultiheadAttention(16, 2)),
+    "recurrent": lambda: Module(lambda m, x: m.inner(x.flatten(1))[0], inner=nn.LSTM(16, 3)),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_physical_batch_leaves_no_tensor_behind(name):
+    """Graphs with hooks that lead back to them would never be freed: Python does not see into a graph."""
+    model, counts = nn.Sequential(nn.Conv2d(3, 4, 1), PARTS[name]()), []
+    for _ in range(3):
+        record(model, lambda model, x: model(x).square().sum(), torch.randn(2, 3, 4, 4))
+        gc.collect()
+        counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    assert counts[1] == counts[2]
 
 
 @pytest.mark.parametrize("name", ["vit_large_patch16_224", "vit_huge_patch14_224"])

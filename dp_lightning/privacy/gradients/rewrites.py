@@ -203,11 +203,12 @@ def cross_entropy(
 
 def max_pool2d(input: Tensor, *args: Any, **options: Any) -> Tensor:
     """``F.max_pool2d`` of contiguous images, whose maxima a CPU finds several times faster in channels-last ones."""
-    rows = unwrapped(input) if level() == 1 and is_batched(input) and input.device.type == "cpu" else None
-    if rows is None or not rows.is_contiguous() or rows.shape[-3] < _CHANNELS or len(args) > 5:
+    if level() != 1 or not is_batched(input) or len(args) > 5:
         return NotImplemented
-    options = {**options, "return_indices": True}
+    rows, options = unwrapped(input), {**options, "return_indices": True}
     with below_transforms():
+        if rows.device.type != "cpu" or rows.shape[-3] < _CHANNELS or not rows.is_contiguous():
+            return NotImplemented
         found = []
         for images in rows.detach().flatten(0, -4).split(examples_at_a_time(8 * rows[0].numel(), rows.device)):
             images = images.contiguous(memory_format=torch.channels_last)
