@@ -214,7 +214,8 @@ def configuration(
     if persons is not None:
         rows = min(_IMAGES_PER_PERSON, round(median(persons.values())))
         privacy |= {"unit_of_privacy": "group", "images_per_group": rows}
-    privacy["max_physical_batch_size"] = min(plan.expected_batch_size * rows, model.rows)
+    # Half of the draws have more than B.
+    privacy["max_physical_batch_size"] = min(2 * plan.expected_batch_size * rows, model.rows)
     if model.backbone is None:
         settings["augment"] = False
     else:
