@@ -15,6 +15,7 @@ This takes their scores as independent, which they are as far as the noise is. `
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 import torch
@@ -109,8 +110,7 @@ class NoiseTests:
             self._squares[name] = self._squares.get(name, 0.0) + float(values.square().sum())
             self._counts[name] = self._counts.get(name, 0) + len(values)
             if name in self._last:
-                before = self._last[name].double()
-                self._next_to.setdefault(name, []).append((_projection(values, before), _cosine(values, before)))
+                self._next_to.setdefault(name, []).append(_correlation(values, self._last[name].double()))
             self._last[name] = values.float()
             keep = max(math.ceil(share * len(values)), min(len(values), _KEPT_OF_ONE // 8))
             self._kept.setdefault(name, []).append(values[:keep].float())
@@ -130,29 +130,17 @@ class NoiseTests:
         p_value = float(stats.kstest(values, "norm").pvalue) if np.isfinite(values).all() else 0.0
         yield NoiseTest("shape", "all tensors", float(values.std()), p_value)
         for name, found in self._next_to.items():
-            # Each is N(0, 1) whatever the later steps are, so that they are independent.
-            score = sum(projection for projection, _ in found) / math.sqrt(len(found))
-            correlation = sum(cosine for _, cosine in found) / len(found)
-            yield NoiseTest("steps", name, correlation, _two_sided(score))
+            cosines, scores = zip(*found, strict=True)
+            # Each score is N(0, 1) whatever the later steps are, so that they are independent.
+            yield NoiseTest("steps", name, sum(cosines) / len(found), _two_sided(sum(scores) / math.sqrt(len(found))))
         steps = [torch.cat(parts).double() for parts in zip(*self._kept.values(), strict=True)]
-        for one in range(len(steps)):
-            for other in range(one):
-                pair = steps[one], steps[other]
-                yield NoiseTest(
-                    "steps", f"steps {other + 1} and {one + 1}", _cosine(*pair), _two_sided(_projection(*pair))
-                )
-        yield from self._between_tensors()
-
-    def _between_tensors(self) -> Iterator[NoiseTest]:
+        for (one, earlier), (other, later) in combinations(enumerate(steps, start=1), 2):
+            yield _between("steps", f"steps {one} and {other}", later, earlier)
         heads = {name: torch.stack([part[:_KEPT_OF_ONE] for part in parts]) for name, parts in self._kept.items()}
-        names = list(heads)
-        for one in range(len(names)):
-            for other in range(one):
-                first, second = heads[names[one]], heads[names[other]]
-                width = min(first.shape[1], second.shape[1])
-                pair = first[:, :width].flatten().double(), second[:, :width].flatten().double()
-                subject = f"{names[other]} and {names[one]}"
-                yield NoiseTest("tensors", subject, _cosine(*pair), _two_sided(_projection(*pair)))
+        for (one_name, first), (other_name, second) in combinations(heads.items(), 2):
+            width = min(first.shape[1], second.shape[1])
+            pair = second[:, :width].flatten().double(), first[:, :width].flatten().double()
+            yield _between("tensors", f"{one_name} and {other_name}", *pair)
 
 
 def _size(subject: str, squares: float, count: int) -> NoiseTest:
@@ -161,14 +149,15 @@ def _size(subject: str, squares: float, count: int) -> NoiseTest:
     return NoiseTest("size", subject, math.sqrt(squares / count), p_value)
 
 
-def _projection(values: Tensor, other: Tensor) -> float:
-    length = float(other.norm())
-    return 0.0 if length == 0 else float(values @ other) / length
+def _between(kind: str, subject: str, values: Tensor, other: Tensor) -> NoiseTest:
+    cosine, score = _correlation(values, other)
+    return NoiseTest(kind, subject, cosine, _two_sided(score))
 
 
-def _cosine(values: Tensor, other: Tensor) -> float:
-    length = float(values.norm() * other.norm())
-    return 0.0 if length == 0 else float(values @ other) / length
+def _correlation(values: Tensor, other: Tensor) -> tuple[float, float]:
+    """The cosine of two vectors, and their inner product over the length of the other; zero for a vector of zeros."""
+    product, length = float(values @ other), float(other.norm())
+    return product / (length * float(values.norm()) or 1.0), product / (length or 1.0)
 
 
 def _two_sided(score: float) -> float:
