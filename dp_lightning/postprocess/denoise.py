@@ -58,7 +58,7 @@ class SpectralShrinkage(Transform):
 
             return map_singular_values(batch, shrink)
 
-        estimates = map_same_shape(shrunk, gradients, _levels("SpectralShrinkage", gradients, noise))
+        estimates = map_same_shape(shrunk, gradients, noise)
         if self.fallback is not None:
             return _where_zero(estimates, gradients, self.fallback, noise), {}
         return _in_shape(estimates, gradients), {}
@@ -94,9 +94,7 @@ class GatedOrthogonalize(Transform):
             scale = dimension_scale(shape, cap=self.scale_cap)
             return map_singular_values(batch, lambda values: scale * (values > edge).to(values.dtype))
 
-        levels = _levels("GatedOrthogonalize", gradients, noise)
-        factors = map_same_shape(gated, gradients, levels)
-        return _where_zero(factors, gradients, self.fallback, noise), {}
+        return _where_zero(map_same_shape(gated, gradients, noise), gradients, self.fallback, noise), {}
 
 
 class SelectiveOrthogonalize(Transform):
@@ -135,8 +133,7 @@ class SelectiveOrthogonalize(Transform):
         self.otherwise = _without_memory("SelectiveOrthogonalize: otherwise", otherwise or NoiseNormalize())
 
     def update(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
-        levels = _levels("SelectiveOrthogonalize", gradients, noise)
-        shows = map_same_shape(self._shows, gradients, levels)
+        shows = map_same_shape(self._shows, gradients, noise)
 
         def by(transform: Transform) -> Choice:
             return lambda some: transform.update(some, {}, noise)[0]
@@ -151,19 +148,6 @@ class SelectiveOrthogonalize(Transform):
         signal = signal_values(values, rows, columns, level)
         second = signal[:, -2] if signal.shape[1] > 1 else 0.0
         return signal[:, -1] - second >= level * (rows**0.5 + columns**0.5)
-
-
-def _levels(title: str, gradients: Gradients, noise: Noise) -> Mapping[str, float]:
-    levels: dict[str, float] = {}
-    for name in gradients:
-        level = noise.get(name)
-        if level is None:
-            raise ConfigurationError(
-                f"{title} needs the noise of the privatized gradient, which is not known for {name}. Train with "
-                "PrivacyCallback, and put it before the transforms that are not linear"
-            )
-        levels[name] = level
-    return levels
 
 
 def _in_shape(matrices: Mapping[str, Tensor], gradients: Gradients) -> Gradients:

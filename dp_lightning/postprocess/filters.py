@@ -27,9 +27,10 @@ K = P / (P + R), then P <- (1 - K) P + Q.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -113,7 +114,7 @@ class LowPass(EntrywiseLinear):
                 "LowPass: b must start with a nonzero weight and have a nonzero sum, or the filter blocks a "
                 f"constant gradient; got b={b}"
             )
-        if (radius := _largest_pole(a)) >= 1:
+        if (radius := max(map(abs, np.roots([1.0, *a])), default=0.0)) >= 1:
             raise ConfigurationError(
                 f"LowPass: a={a} is unstable (largest root {radius:.3g}, must be below 1); the noise "
                 "would grow without bound. The sign is m_t = -a_1 m_{t-1} + ...: a decay of 0.9 is a=[-0.9]"
@@ -140,15 +141,6 @@ class LowPass(EntrywiseLinear):
         new_outputs, new_inputs = [result, *outputs][: len(self.a)], inputs[: len(self.b) - 1]
         new = {f"output_{i}": past for i, past in enumerate(new_outputs, start=1)}
         return result, new | {f"input_{i}": past for i, past in enumerate(new_inputs, start=1)}
-
-
-def _largest_pole(a: Sequence[float]) -> float:
-    """The largest modulus of a root of z^n + a_1 z^(n-1) + ... + a_n, by its companion matrix."""
-    if not a:
-        return 0.0
-    companion = torch.diag(torch.ones(len(a) - 1, dtype=torch.float64), -1)
-    companion[0] = -torch.tensor(a, dtype=torch.float64)
-    return torch.linalg.eigvals(companion).abs().max().item()
 
 
 class Kalman(EntrywiseLinear):

@@ -106,7 +106,7 @@ def _scaled_with_gram(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def map_same_shape(
-    function: Callable[..., Tensor], tensors: Mapping[str, Tensor], *numbers: Mapping[str, float]
+    function: Callable[..., Tensor], tensors: Mapping[str, Tensor], *numbers: Mapping[str, float | None]
 ) -> dict[str, Tensor]:
     """Apply a batched matrix function to tensors viewed as matrices; those of the same shape form one batch.
 

@@ -95,6 +95,11 @@ class Transform(ABC):
     def apply(self, gradients: Gradients, state: State, noise: Noise) -> tuple[Gradients, State]:
         """`update` on the parameters that are selected; the others are passed on unchanged."""
         selected = {name: gradient for name, gradient in gradients.items() if self.selects(name, gradient.shape)}
+        if self.needs_noise and (unknown := [name for name in selected if noise.get(name) is None]):
+            raise ConfigurationError(
+                f"{type(self).__name__} needs the noise of the privatized gradient, which is not known for {unknown[0]}"
+                ". Train with PrivacyCallback, and put it before the transforms that are not linear"
+            )
         present = {name: _on_device_of(selected[name], state[name]) for name in selected if name in state}
         updated, new_state = self.update(selected, present, noise)
         return {**gradients, **updated}, {**state, **new_state}
