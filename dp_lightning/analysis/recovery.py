@@ -37,11 +37,7 @@ def recovery_gap(rows: int, columns: int, *, noise_level: float) -> float:
 
 
 def detection_norm(rows: int, columns: int, *, noise_level: float) -> float:
-    """The s_1 of the spiked-matrix threshold, (m n)^(1/4) times the noise.
-
-    Args:
-        rows, columns, noise_level: As of `recovery_gap`.
-    """
+    """The s_1 of the spiked-matrix threshold, (m n)^(1/4) times the noise; arguments as of `recovery_gap`."""
     return noise_level * (rows * columns) ** 0.25
 
 

@@ -86,7 +86,8 @@ def _spectrum(run: AnalysisRun, page: Document) -> Facts:
     rows = [["matrix", "m x n", "s1", "s2", "noise edge", "values above it", "rank", "rank with noise"]]
     facts: dict[str, Any] = {}
     for name, clean in matrices.items():
-        values, seen = torch.linalg.svdvals(clean), torch.linalg.svdvals(_noised(run, clean))
+        noise = level * torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
+        values, seen = torch.linalg.svdvals(clean), torch.linalg.svdvals(clean + noise)
         edge = bulk_edges(*clean.shape, noise_level=level)[1]
         ranks = {"without_noise": float(participation_ratio(values)), "with_noise": float(participation_ratio(seen))}
         cells = [*(f"{number:.3g}" for number in (*_first_two(values), edge)), str(int((seen > edge).sum()))]
@@ -176,12 +177,6 @@ KINDS: Mapping[str, tuple[str, Callable[[AnalysisRun, Document], Facts]]] = {
     "recovery": ("Recovery of the first singular direction", _recovery),
     "direction": ("Recovery of directions by simulation", _direction),
 }
-
-
-def _noised(run: AnalysisRun, clean: Tensor) -> Tensor:
-    """The matrix plus noise at the run's level; matrices of the same shape get the same noise."""
-    noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0))
-    return clean + run.noise_level(run.batch_size) * noise
 
 
 def _largest(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -59,13 +59,7 @@ def main(arguments: list[str]) -> None:
 
 
 class Check(NamedTuple):
-    """One line of the output.
-
-    Attributes:
-        subject: What was checked.
-        found: What was observed, and what is claimed.
-        holds: Whether it agrees with the claim.
-    """
+    """One line of the output: what was checked, what was observed beside the claim, and whether they agree."""
 
     subject: str
     found: str

@@ -10,7 +10,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from dp_lightning.atomic_files import require_writable
@@ -33,14 +32,14 @@ def names() -> list[str]:
     return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
 
 
-def path_of(given: str | Path, *, grid: bool = False) -> Path:
+def path_of(given: str | Path, *, grid: bool | None = False) -> Path:
     """The file that ``given`` names: a path, or the name of a configuration of the package.
 
     A name may have ``configs/`` before it and ``.yaml`` after it, and the last parts suffice where only one has them.
 
     Args:
         given: as a user wrote it.
-        grid: whether a grid is asked for, and not the configuration of a run.
+        grid: whether a grid is asked for, and not the configuration of a run; None takes either.
 
     Raises:
         ConfigurationError: if there is no such file, naming the nearest one.
@@ -49,7 +48,7 @@ def path_of(given: str | Path, *, grid: bool = False) -> Path:
     if path.exists():
         return path
     asked = path.as_posix().removeprefix("./").removeprefix("configs/").removesuffix(".yaml")
-    known = [name for name in names() if name.startswith(f"{GRIDS}/") == grid]
+    known = [name for name in names() if grid in (None, name.startswith(f"{GRIDS}/"))]
     found = [name for name in known if name == asked] or [name for name in known if name.endswith(f"/{asked}")]
     if len(found) == 1:
         return FOLDER / f"{found[0]}.yaml"
@@ -91,10 +90,11 @@ def main(arguments: list[str]) -> None:
         ConfigurationError: for a name that does not exist, or a file that would be overwritten.
     """
     options = _parser().parse_args(arguments[1:])
+    named = [path_of(name, grid=None) for name in options.names]
     if options.to is not None:
-        _copy([_path(name) for name in options.names] or [FOLDER / f"{name}.yaml" for name in names()], options.to)
-    elif options.names:
-        print("\n".join(_path(name).read_text().rstrip() for name in options.names))
+        _copy(named or [FOLDER / f"{name}.yaml" for name in names()], options.to)
+    elif named:
+        print("\n".join(path.read_text().rstrip() for path in named))
     else:
         _list()
 
@@ -117,15 +117,6 @@ def _purpose(path: Path) -> str:
     lines = path.read_text().splitlines(keepends=True)
     comment = "".join(line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines))
     return re.split(r"(?<=\.)(?:\n| (?=[A-Z]))", comment)[0].replace("\n", " ")
-
-
-def _path(name: str) -> Path:
-    try:
-        return path_of(name)
-    except ConfigurationError:
-        with suppress(ConfigurationError):
-            return path_of(name, grid=True)
-        raise
 
 
 def _copy(paths: list[Path], to: Path) -> None:

@@ -180,11 +180,8 @@ def _onnx_of(
 def _preparation(shape: tuple[int, ...], images: Mapping[str, Any]) -> dict[str, Any]:
     """What `dpl predict` does to an image file before the call; the program does none of it.
 
-    Args:
-        shape: (C, H, W) of an input, or (D,) of a vector of features, which is not prepared.
-        images: ``mean`` and ``std`` of the data's normalisation, one number for each channel or one for all, which may
-            be missing; ``resized_to``, the length of the shorter side in pixels before the centre crop; ``window``,
-            the values that are black and white.
+    An input is (C, H, W), or a vector (D,) of features, which is not prepared. The settings of the images may be
+    missing; the mean and the standard deviation have one number for each channel, or one for all.
     """
     if len(shape) == 1:
         return {"layout": "NC"}

@@ -100,12 +100,7 @@ class Parser(LightningArgumentParser):
 
 
 def _hint(message: str, flags: set[str]) -> str:
-    """What to change; empty where the message of the parser says it.
-
-    Args:
-        message: of a parser, which repeats what the parser of a class within has said.
-        flags: the options that the parser takes.
-    """
+    """What to change; empty where the message says it, which repeats what the parser of a class within has said."""
     if (found := _UNKNOWN.search(message)) and "Did you mean" not in message:
         names = {name for module in _MODULES for name in getattr(module, "__all__", dir(module))}
         return did_you_mean(found[1], {*flags, *(name for name in names if name[0].isupper())})
@@ -259,13 +254,11 @@ class TrainingCLI(CommandLine):
     @staticmethod
     def configure_optimizers(lightning_module: pl.LightningModule, optimizer: Any, lr_scheduler: Any = None) -> Any:
         """Schedules step once per logical step; ``WarmupCosine`` gets its length from the privacy plan."""
-        if lr_scheduler is None:
-            return optimizer
+        if lr_scheduler is None or isinstance(lr_scheduler, ReduceLROnPlateau):
+            return CommandLine.configure_optimizers(lightning_module, optimizer, lr_scheduler)
         if isinstance(lr_scheduler, WarmupCosine):
             lr_scheduler.set_num_steps(int(lightning_module.trainer.estimated_stepping_batches))
-        plateau = isinstance(lr_scheduler, ReduceLROnPlateau)
-        when = {"monitor": lr_scheduler.monitor} if plateau else {"interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, **when}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "step"}}
 
     def run_command(self, command: str) -> None:
         """Run the command.

@@ -52,10 +52,7 @@ def shrunk_values(values: Tensor, rows: int, columns: int, noise: Tensor) -> Ten
         sqrt((y^2 - beta - 1)^2 - 4 beta) / y
 
     for y above the edge 1 + sqrt(beta) of the bulk, and at zero below it. It is z c d, where c and d are the cosines
-    between the singular vectors of Y and those of X.
-
-    Args:
-        values, rows, columns, noise: see `signal_values`.
+    between the singular vectors of Y and those of X. The arguments are those of `signal_values`.
     """
     y, beta, scale = _normalized(values, rows, columns, noise)
     above = y > 1 + math.sqrt(beta)
