@@ -36,9 +36,6 @@ class SpectralShrinkage(Transform):
     Args:
         fallback: a transform without memory for a matrix whose largest singular value is below `noise_edge`. None
             shrinks it too, which leaves little or nothing of noise alone.
-
-    Raises:
-        ConfigurationError: a setting that cannot be used.
     """
 
     needs_noise = True
@@ -75,9 +72,6 @@ class GatedOrthogonalize(Transform):
         scale_cap: upper bound of the dimension scale.
         fallback: a transform without memory for a matrix that has no such direction. None is `Normalize(norm=1)`, a
             step as long as that along a single direction where the dimension scale is 1.
-
-    Raises:
-        ConfigurationError: a setting that cannot be used.
     """
 
     needs_noise = True
@@ -108,9 +102,6 @@ class SelectiveOrthogonalize(Transform):
         orthogonalize: a transform without memory for these matrices. None is `Orthogonalize()`.
         otherwise: a transform without memory for the others. None is `NoiseNormalize()`, the step of DP-SGD at the same
             size as that of an orthogonalized matrix of noise.
-
-    Raises:
-        ConfigurationError: a setting that cannot be used.
     """
 
     needs_noise = True

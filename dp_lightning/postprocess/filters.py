@@ -47,9 +47,6 @@ class Momentum(EntrywiseLinear):
     Args:
         beta: decay in [0, 1).
         kind: "heavy_ball" (Polyak 1964) or "ema_nesterov" (Jordan et al. 2024).
-
-    Raises:
-        ConfigurationError: `beta` outside [0, 1), or an unknown `kind`.
     """
 
     has_momentum = has_memory = True

@@ -28,9 +28,6 @@ class Orthogonalize(Transform):
         scale_cap: upper bound of the dimension scale, positive. Infinity removes it, as in Muon (Jordan et
             al. 2024).
         precision: of the products. "bfloat16" is faster if the processor supports it, and accurate to 2 %.
-
-    Raises:
-        ConfigurationError: a setting outside its range.
     """
 
     def __init__(

@@ -27,9 +27,6 @@ class Scale(EntrywiseLinear):
 
     Args:
         factor: positive and finite.
-
-    Raises:
-        ConfigurationError: `factor` is not positive and finite.
     """
 
     def __init__(self, factor: float, *, applies_to: AppliesTo = "matrices", **where: Unpack[Where]) -> None:
@@ -48,9 +45,6 @@ class _OfNorm(Transform):
     Args:
         norm: positive; None is that of an orthogonalized matrix of the same shape.
         scale_cap: upper bound of the dimension scale if `norm` is None.
-
-    Raises:
-        ConfigurationError: a setting outside its range.
     """
 
     def __init__(self, *, norm: float | None = None, scale_cap: float = 4.0, **where: Unpack[Where]) -> None:
@@ -85,7 +79,7 @@ class NoiseNormalize(_OfNorm, EntrywiseLinear):
     before it. It is linear: directions and the ratio of signal to noise do not change.
 
     Raises:
-        ConfigurationError: a setting outside its range, or, at the first step, a run without noise.
+        ConfigurationError: at the first step, a run without noise.
     """
 
     needs_noise = True

@@ -47,7 +47,7 @@ class Transform(ABC):
         exclude: patterns of names that are left out.
 
     Raises:
-        ConfigurationError: `applies_to` is none of the three.
+        ConfigurationError: a setting of this class or of a subclass is outside its range.
     """
 
     #: Whether the transform adds momentum. `Chain` refuses two of them on one parameter.
