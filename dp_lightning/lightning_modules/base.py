@@ -96,18 +96,15 @@ class ImageClassifier(lightning.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
         loss = self._loss(self(images), labels)
-        self.log(
-            "unprotected/train_loss",
-            loss,
-            on_step=True,
-            on_epoch=False,
-            prog_bar=True,
-            batch_size=len(labels),
-        )
+        self.log("unprotected/train_loss", loss, prog_bar=True, batch_size=len(labels))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._evaluate(batch, self._evaluation_name(dataloader_idx))
+        loaders = self.trainer.val_dataloaders
+        names = list(loaders) if isinstance(loaders, Mapping) else ["val"]
+        if dataloader_idx >= len(names) or names[dataloader_idx] not in EVALUATIONS:
+            raise ConfigurationError("val_dataloader must return one loader, or a dict with the keys 'val' and 'test'")
+        self._evaluate(batch, names[dataloader_idx])
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate(batch, "test")
@@ -141,13 +138,6 @@ class ImageClassifier(lightning.LightningModule):
     def _probabilities(self, logits: Tensor) -> Tensor:
         return logits.sigmoid() if self.multi_label else logits.softmax(dim=-1)
 
-    def _evaluation_name(self, dataloader_idx: int) -> str:
-        loaders = self.trainer.val_dataloaders
-        names = list(loaders) if isinstance(loaders, Mapping) else ["val"]
-        if dataloader_idx >= len(names) or names[dataloader_idx] not in EVALUATIONS:
-            raise ConfigurationError("val_dataloader must return one loader, or a dict with the keys 'val' and 'test'")
-        return names[dataloader_idx]
-
     def _evaluate(self, batch: Batch, name: str) -> None:
         images, labels = batch
         logits = self(images)
@@ -161,11 +151,5 @@ class ImageClassifier(lightning.LightningModule):
                 metrics = metrics_of_test_images(self.num_classes, multi_label=self.multi_label)
                 self._test_metrics = metrics.to(self.device)
             self._test_metrics.update(probabilities, labels.long())
-        self.log_dict(
-            {f"{name}/loss": loss, f"{name}/accuracy": accuracy},
-            on_step=False,
-            on_epoch=True,
-            prog_bar=True,
-            add_dataloader_idx=False,
-            batch_size=len(labels),
-        )
+        found = {f"{name}/loss": loss, f"{name}/accuracy": accuracy}
+        self.log_dict(found, prog_bar=True, add_dataloader_idx=False, batch_size=len(labels))

@@ -1,6 +1,5 @@
 """Any network of timm's registry, from scratch or fine-tuned from pretrained weights."""
 
-from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -70,7 +69,12 @@ class TimmModule(ImageClassifier):
         super().__init__(model, num_classes, **kwargs)
         #: If `dpl export` has written this file, its private steps count in a private run.
         self.weights_file = weights
-        self._choose_trained(trained, lora_rank=lora_rank, lora_layers=lora_layers)
+        if trained == "lora":
+            train_low_rank(model, self.head, rank=lora_rank, layers=lora_layers or ("*",))
+        elif trained != "all":
+            patterns: dict[str, tuple[str, ...]] = {"head": (), "bias": ("*.bias",)}
+            names = patterns.get(trained, (trained,)) if isinstance(trained, str) else trained
+            train_only(model, self.head, names)
         self.input: PretrainedInput | None = None
         if has_weights or input_size is not None:
             size = input_size or own.get("img_size")
@@ -86,13 +90,3 @@ class TimmModule(ImageClassifier):
         """The last layer; for a distilled network, both of them."""
         found = self.model.get_classifier()  # type: ignore[operator]
         return nn.ModuleList(found) if isinstance(found, tuple) else cast(nn.Module, found)
-
-    def _choose_trained(self, trained: str | Sequence[str], *, lora_rank: int, lora_layers: list[str] | None) -> None:
-        if trained == "all":
-            return
-        if trained == "lora":
-            train_low_rank(self.model, self.head, rank=lora_rank, layers=lora_layers or ("*",))
-        else:
-            patterns = {"head": (), "bias": ("*.bias",)}
-            names = patterns.get(trained, (trained,)) if isinstance(trained, str) else trained
-            train_only(self.model, self.head, names)
