@@ -1,14 +1,12 @@
 """Images in one ``.npz`` file, in the layout of MedMNIST (Yang et al. 2023).
 
-The file holds ``train_images`` and ``train_labels``, and optionally the same for ``val`` and ``test``. ``train_groups``
-holds the person of each image, if a person has several images; likewise ``val_groups`` and ``test_groups``. Shapes are
-read from the headers of the arrays, so that a run is planned without reading an image.
+Shapes are read from the headers of the arrays, so that a run is planned without reading an image.
 """
 
 import zipfile
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,19 +20,13 @@ from dp_lightning.privacy.person_ids import Group, checked_groups
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
-class Header(NamedTuple):
-    """Shape and type of an array, read without reading the array."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
 class NpzImages(ImageDataModule):
     """Square images in one ``.npz`` file.
 
-    ``*_images`` are numbers (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,) or
-    (N, 1), or (N, L) of 0 and 1 if an image may have several of L labels. ``*_groups``, integers or text (N,) or
-    (N, 1), hold the person id of each image. The whole file is read into memory.
+    It holds ``train_images`` and ``train_labels``, and optionally the same for ``val`` and ``test``. ``*_images`` are
+    numbers (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,) or (N, 1), or (N, L) of 0
+    and 1 if an image may have several of L labels. ``*_groups``, integers or text (N,) or (N, 1), hold the person id of
+    each image, if a person has several images. The whole file is read into memory.
 
     Args:
         path: The ``.npz`` file.
@@ -133,8 +125,8 @@ class NpzImages(ImageDataModule):
         }
 
     @cached_property
-    def _headers(self) -> dict[str, Header]:
-        """Headers of the arrays by name, checked against each other."""
+    def _headers(self) -> dict[str, np.ndarray]:
+        """Stand-ins for the arrays by name, checked against each other: their shapes and types, without numbers."""
         if not self.path.is_file():
             raise DataError(f"{self.path} is missing; set {self.settings}.path to the .npz file")
         wanted = [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels", "groups")]
@@ -164,15 +156,15 @@ class NpzImages(ImageDataModule):
             return arrays[key]
 
 
-def _read_header(archive: zipfile.ZipFile, name: str) -> Header:
+def _read_header(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     with archive.open(name) as file:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
-        return Header(shape, dtype)
+        return np.broadcast_to(np.empty((), dtype), shape)
 
 
-def _is_complete(headers: dict[str, Header], split: Split) -> bool:
+def _is_complete(headers: dict[str, np.ndarray], split: Split) -> bool:
     """Return whether the arrays of a split have the shapes and types that ``NpzImages`` reads."""
     images, labels, groups = (headers.get(f"{split}_{kind}") for kind in ("images", "labels", "groups"))
     if images is None or labels is None or len(images.shape) not in (3, 4):

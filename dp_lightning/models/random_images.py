@@ -10,18 +10,16 @@ from torch import Tensor
 
 # Strength of what a channel has alone, next to what all channels share: photographs are more grey than colourful.
 _COLOUR = 0.35
+# Number of disks of an image of dead leaves, which cover it about four times.
+_LEAVES = 200
 
 
-def dead_leaves(n: int, *, channels: int, size: int, leaves: int = 200, generator: torch.Generator) -> Tensor:
-    """Disks that hide each other, with radii r of density r^-3, as objects at all distances have (Lee et al. 2001).
-
-    Args:
-        leaves: Number of disks of an image; 200 cover it about four times. The smallest radius is a 32nd of its width.
-    """
+def dead_leaves(n: int, *, channels: int, size: int, generator: torch.Generator) -> Tensor:
+    """Disks that hide each other, with radii r of density r^-3, as objects at all distances have (Lee et al. 2001)."""
     places = torch.arange(size) + 0.5
     images = torch.zeros(n, channels, size, size)
     smallest, largest = size / 32, 0.7 * size
-    for _ in range(leaves):
+    for _ in range(_LEAVES):
         u, y, x, grey = torch.rand(4, n, 1, 1, generator=generator)
         radius = (smallest**-2 - u * (smallest**-2 - largest**-2)).rsqrt()
         inside = (places[:, None] - size * y).square() + (places - size * x).square() < radius.square()
