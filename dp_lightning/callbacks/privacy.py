@@ -1,8 +1,6 @@
 """Trains any LightningModule privately: the Lightning hooks of a `PrivateRun`.
 
-One Lightning batch is one logical step. The training loader that Lightning sees has an element for each step; the
-strategy's ``training_step`` adds up the clipped gradients of the step's examples, and its ``backward`` writes the
-privatized gradient into ``.grad``, before any hook of gradients runs (``strategy_methods``).
+One Lightning batch is one logical step (``logical_batches``), which the strategy's methods take (``strategy_methods``).
 """
 
 from pathlib import Path
@@ -153,13 +151,14 @@ class PrivacyCallback(PrivacySettings, pl.Callback):
             checkpoint[PRIVATE_RUN] = {}  # a checkpoint of weights alone has no such entry
 
     def _before_save(self, checkpoint: dict[str, Any], folder: Path) -> None:
-        """Write the run into a checkpoint that is complete otherwise."""
+        """Write the run into a checkpoint that is complete otherwise, and keep a journal in its folder."""
         if PRIVATE_RUN in checkpoint:
             if self._run is not None:
                 self._run.complete(checkpoint)
             elif self.history.saved is not None:
                 self.history.saved.write(checkpoint)  # the checkpoint is saved again as it was loaded
-        self.history.keep_journal_in(folder)
+        if self.history.record.journal is not None:
+            self.history.record.journal.add_folder(folder, self.history.ledger)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.private_run.close()

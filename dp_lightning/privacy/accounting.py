@@ -171,10 +171,6 @@ class Ledger:
         """Epsilon spent by the recorded steps and those of earlier runs at `delta`."""
         return compose(self.spent, delta=delta, accountant=accountant)
 
-    def epsilons(self, *, delta: float) -> dict[str, float | None]:
-        """Epsilon spent, by every accountant; "pld" is None where dp-accounting is not installed."""
-        return compose_all(self.spent, delta=delta)
-
     def state_dict(self) -> dict[str, Any]:
         """The runs as lists ``[noise_multiplier, sample_rate, count]`` under "runs"; "earlier" has more by name."""
         earlier = {name: [list(run) for run in runs] for name, runs in self.earlier.items()}
@@ -267,8 +263,7 @@ def _prv_epsilon(runs: tuple[Run, ...], delta: float, rdp_bound: float) -> float
         return math.inf
     delta_error = delta / 1000
     try:
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), np.errstate(all="ignore"):
             # Remark 5.6 of Gopi et al., with 3 more at each end, as they have it: Opacus' compute_safe_domain_size.
             tails = [_rdp_epsilon([(sigma, q, 1)], delta_error / (8 * num_steps)) for sigma, q, _ in runs]
             tail = max(_rdp_epsilon(runs, delta_error / 4), *tails)

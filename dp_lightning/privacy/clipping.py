@@ -153,6 +153,4 @@ class ClipPlan:
 
     def describe(self) -> dict[str, object]:
         """The plan in plain values, for the privacy statement."""
-        plain: dict[str, object] = {"kind": self.kind, "factor": self.factor, "max_grad_norm": self.max_grad_norm}
-        rules = {"schedule": self.schedule, "adaptive": self.adaptive}
-        return plain | {name: asdict(rule) for name, rule in rules.items() if rule is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}

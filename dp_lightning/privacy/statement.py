@@ -18,7 +18,7 @@ from typing import Any
 
 from dp_lightning.atomic_files import replacing
 from dp_lightning.errors import DataError, DpLightningError
-from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, Run, best_guess
+from dp_lightning.privacy.accounting import ACCOUNTANTS, Ledger, Run, best_guess, compose_all
 from dp_lightning.privacy.choice import epsilon_of_choice
 from dp_lightning.privacy.plan import PrivacyPlan
 from dp_lightning.privacy.schedules import Schedule
@@ -163,7 +163,7 @@ class PrivacyStatement:
             runs = [*([*before, *each] for each in self.choice["runs"]), self.ledger.spent]
             bound = epsilon_of_choice(**{**self.choice, "runs": runs}, delta=self.plan.delta)
             return {**dict.fromkeys(ACCOUNTANTS), "rdp": bound}
-        return self.ledger.epsilons(delta=self.plan.delta)
+        return compose_all(self.ledger.spent, delta=self.plan.delta)
 
     @property
     def _spent(self) -> float:

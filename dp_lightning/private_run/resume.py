@@ -47,8 +47,7 @@ class SavedRun:
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         """Write the run into a checkpoint."""
-        settings, step = dict(self.settings), dict(self.step)
-        checkpoint[PRIVATE_RUN] = {"statement": self.statement.saved(), "settings": settings, "step": step}
+        checkpoint[PRIVATE_RUN] = {**vars(self), "statement": self.statement.saved()}
 
     @classmethod
     def read(cls, checkpoint: Mapping[str, Any]) -> "SavedRun | None":
@@ -128,7 +127,6 @@ class RunHistory:
         """Count the steps that ran after the checkpoint, on every rank, and record the coming ones.
 
         Args:
-            trainer: trainer that is about to fit.
             folder: folder of the run, where a journal is kept besides those beside checkpoints.
 
         Returns:
@@ -148,11 +146,6 @@ class RunHistory:
             record.ledger.load_state_dict(record.journal.ledger.state_dict())
         record.ledger.load_state_dict(trainer.strategy.broadcast(record.ledger.state_dict()))
         return self.saved is not None and trainer.ckpt_path is not None
-
-    def keep_journal_in(self, folder: Path) -> None:
-        """Keep a journal in a folder to which a checkpoint is about to be written."""
-        if self.record.journal is not None:
-            self.record.journal.add_folder(folder, self.ledger)
 
 
 def _read_beside(folder: Path, journal: Journal, statement: PrivacyStatement) -> None:
@@ -230,17 +223,10 @@ def _meets_target(plan: PrivacyPlan, ledger: Ledger) -> bool:
 
 
 def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> str | None:
-    """The newest checkpoint of a private run in the folders where runs of this configuration leave checkpoints.
-
-    Args:
-        trainer: a trainer before its run.
-        weights_only: as `PrivateCheckpointIO` takes it.
+    """The `newest_checkpoint` of the folders where runs of a trainer's configuration leave checkpoints.
 
     Returns:
         The path of the checkpoint; None, with a warning, where there is no checkpoint.
-
-    Raises:
-        ConfigurationError, DataError: for the reasons that `newest_checkpoint` has.
     """
     given = [each.dirpath for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
     roots = [Path(root) for logger in trainer.loggers if (root := getattr(logger, "root_dir", logger.save_dir))]
@@ -256,10 +242,7 @@ def latest_checkpoint(trainer: pl.Trainer, weights_only: bool | None = None) -> 
 
 
 def newest_checkpoint(folders: Iterable[Path], weights_only: bool | None = None) -> str | None:
-    """The newest checkpoint of a private run in these folders; those of weights alone are passed over.
-
-    Returns:
-        None where there is no checkpoint.
+    """The newest checkpoint of a private run in these folders, or None; those of weights alone are passed over.
 
     Raises:
         ConfigurationError: when there are checkpoints, and none of them holds a private run.

@@ -97,11 +97,7 @@ def _over_steps(value: float, schedule: Schedule | None) -> str:
 
 
 class Budget:
-    """Epsilon of a ledger, now and later.
-
-    Args:
-        plan: plan of the fit.
-        ledger: ledger of the run, which grows with each step.
+    """Epsilon of a run's ledger, which grows with each step, now and later.
 
     Attributes:
         milestone: the number of steps up to which ``bound`` holds.
@@ -138,16 +134,10 @@ class Budget:
 
 
 class PrivateRun:
-    """One fit.
-
-    Args:
-        trainer: trainer that is about to fit; every rank makes a `PrivateRun`.
-        module: module to train.
-        settings: settings of the user.
-        history: the past of the run, whose ledger and journal record the steps of this fit.
-        loader: the user's training loader.
+    """One fit of a trainer; every rank makes a `PrivateRun`.
 
     Attributes:
+        history: the past of the run, whose ledger and journal record the steps of this fit.
         folder: folder of the run's files, such as its journal and its statement.
         plan: the public numbers of the run.
         step: the private mechanism.
@@ -189,6 +179,7 @@ class PrivateRun:
         shared |= {"trainer.max_epochs": trainer.max_epochs, "trainer.max_steps": trainer.max_steps}
         num_train = shared["number of training examples"] = settings.num_train_of(loader.dataset)
         require_same_settings(shared, self._ranks, device)
+        self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._note_earlier_training()
         self.folder = folder_of_run(trainer, history.record.run)
         resumes = history.open_journal(trainer, self.folder)
@@ -197,7 +188,6 @@ class PrivateRun:
         found = plan_of_fit(settings, settings.shape_for(trainer, num_train), history)
         self.plan, ends = self._ranks.of_rank_0(found)
         history.plan, self.ends_at_once = self.plan, resumes and ends
-        self._owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
         self._logging = StepLogging(module)
         self._index = 0  # number of the step in its epoch
         self.without_gradient: int | None = None if history.ledger.num_steps else 0
@@ -223,12 +213,11 @@ class PrivateRun:
             settings.require_same(history.saved.settings)
             if self.trainer.ckpt_path is not None:  # the weights are the checkpoint's
                 return
-        owners = self.module, getattr(self.trainer, "datamodule", None)
         note_earlier_training(
             self.module,
             history.record,
             other_data=settings.earlier_training == "other_data",
-            files=[file for owner in owners if (file := getattr(owner, "weights_file", None)) is not None],
+            files=[file for owner in self._owners if (file := getattr(owner, "weights_file", None)) is not None],
         )
 
     def _private_step(self, loader: DataLoader[Any]) -> PrivateStep:
@@ -387,7 +376,7 @@ class PrivateRun:
 
     def release(self) -> None:
         """Put the privatized gradient into ``.grad``, before the hooks of any callback."""
-        self.history.unprotected.add_non_finite(self.step.discarded)
+        self.history.unprotected.non_finite += self.step.discarded
         self._require_gradients()
         self.stopping = self.step.release(stop=self.stop_requested)
 
@@ -492,10 +481,6 @@ class PrivateRun:
         )
 
     def complete(self, checkpoint: dict[str, Any]) -> None:
-        """Write the run into a checkpoint that a fit can resume.
-
-        Args:
-            checkpoint: a checkpoint that is about to be written, on rank 0.
-        """
+        """Write the run into a checkpoint that is about to be written, on rank 0, so that a fit can resume it."""
         statement = self.statement(checkpoint["state_dict"])
         SavedRun(statement=statement, settings=self.settings.values, step=self.step.state_dict()).write(checkpoint)

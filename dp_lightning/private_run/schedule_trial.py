@@ -77,8 +77,7 @@ def _rates(schedule: Any, count: int, kept: tuple[Any, ...]) -> list[float]:
         tried = copy.deepcopy(schedule, {id(schedule.optimizer): optimizer, **{id(each): each for each in kept}})
     except Exception:  # whatever a schedule of the user's own holds
         return rates
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the optimizer takes no step
+    with warnings.catch_warnings(action="ignore"):  # the optimizer takes no step
         for call in range(1, max(_BEYOND * count, _LEAST) + 1):
             rates.append(max(float(group["lr"]) for group in optimizer.param_groups))
             if call > count and (0 < rates[-1] < 1e-100 or time.monotonic() > deadline):

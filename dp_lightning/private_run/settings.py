@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
@@ -18,7 +18,6 @@ from dp_lightning.privacy.ranges import check_step_settings
 from dp_lightning.privacy.schedules import Schedule
 from dp_lightning.privacy.statement import ONE_EXAMPLE, ONE_PERSON
 
-_RULES = Schedule | AdaptiveClipping | DiSK
 # Solving for the noise can take a second, and is asked for before the data is read and again when the fit starts.
 _calibrated = functools.lru_cache(maxsize=4096)(RunShape.calibrate)
 
@@ -172,11 +171,7 @@ class PrivacySettings:
         return len(dataset if self.images_per_group is None else Groups(dataset, self.images_per_group))
 
     def shape_for(self, trainer: pl.Trainer, num_train: int) -> RunShape:
-        """N, B, T and delta of a run with the trainer's limits.
-
-        Raises:
-            ConfigurationError: if neither sets a limit, or no step is left, or a number is impossible.
-        """
+        """N, B, T and delta of a run with the trainer's limits, which `RunShape.of_length` takes and may refuse."""
         limits = {name: getattr(trainer, name) for name in ("max_epochs", "max_steps", "limit_train_batches")}
         return self.shape_of(num_train, **limits)
 
@@ -192,12 +187,7 @@ class PrivacySettings:
     def make_plan(self, shape: RunShape, *, spent: tuple[Run, ...] = (), steps_taken: int = 0) -> PrivacyPlan:
         """The plan of a run of this shape: with the noise that is set, or the noise that the target needs.
 
-        Args:
-            spent, steps_taken: steps that count, as in `RunShape.calibrate`.
-
-        Raises:
-            ConfigurationError: where the numbers are impossible.
-            BudgetError: when nothing is left to spend.
+        ``spent``, ``steps_taken`` and what it raises are those of `RunShape.calibrate`.
         """
         if self.target_epsilon is None:
             return self.plan_with(shape, self.noise_multiplier or 0.0)
@@ -211,9 +201,7 @@ class PrivacySettings:
     @property
     def values(self) -> dict[str, Any]:
         """The settings in plain values, with the seed of a reproducible run; ranks need all of them in common."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        rules = {name: asdict(each) for name, each in found.items() if isinstance(each, _RULES)}
-        return {**found, **rules, "seed": self.seed}
+        return {**asdict(self), "seed": self.seed}
 
     def require_same(self, earlier: Mapping[str, Any]) -> None:
         """Refuse to resume with other settings than the ``values`` of the run before, where its statement has one.

@@ -28,11 +28,12 @@ class Unprotected:
 
     Attributes:
         names: names of the numbers that were logged while training.
+        non_finite: number of these examples in the epoch, on their device, since reading it would wait for the device.
     """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self._non_finite: Tensor | int = 0
+        self.non_finite: Tensor | int = 0
 
     def note_logged(self, trainer: pl.Trainer) -> None:
         """Every value logged while training may come from raw examples; the statement names them all.
@@ -78,14 +79,10 @@ class Unprotected:
         plain = name.removesuffix("_step").removesuffix("_epoch")
         return not {name, plain}.isdisjoint(self.names) or name.startswith(("train", "unprotected"))
 
-    def add_non_finite(self, count: Tensor) -> None:
-        """Count examples, without waiting for their device."""
-        self._non_finite = self._non_finite + count
-
     def report_non_finite(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log the count of the epoch and warn; reading waits for the device and for the other ranks."""
-        found = torch.as_tensor(self._non_finite, device=pl_module.device)
-        count, self._non_finite = int(trainer.strategy.reduce(found, reduce_op="sum")), 0
+        found = torch.as_tensor(self.non_finite, device=pl_module.device)
+        count, self.non_finite = int(trainer.strategy.reduce(found, reduce_op="sum")), 0
         if count:
             pl_module.log("unprotected/non_finite_gradients", float(count), on_step=False, on_epoch=True)
             rank_zero_warn(

@@ -177,7 +177,7 @@ def test_ledger_counts_steps_in_runs() -> None:
     assert ledger.runs == ((1.0, 0.1, 5), (2.0, 0.1, 1))
     assert ledger.num_steps == 6
     expected = compose([(1.0, 0.1, 5), (2.0, 0.1, 1)], delta=1e-5)
-    assert ledger.epsilon(delta=1e-5) == ledger.epsilons(delta=1e-5)["prv"] == expected
+    assert ledger.epsilon(delta=1e-5) == expected
 
 
 def test_ledger_survives_a_weights_only_checkpoint() -> None:
