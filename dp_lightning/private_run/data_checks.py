@@ -96,14 +96,9 @@ SHARED_PERSONS = "warning before the first step: persons in training and validat
 
 
 def warn_of_shared_persons(trained: Any, loaders: Any) -> bool:
-    """Warn if data sets of a validation have persons of the training set, where both tell the persons of their images.
+    """Whether data sets of a validation have persons of the training set, with a warning if they have.
 
-    Args:
-        trained: the training set.
-        loaders: as in ``require_held_out``.
-
-    Returns:
-        Whether there are such persons.
+    Both have to tell the persons of their images; ``loaders`` are as in ``require_held_out``.
     """
     others = [getattr(loader, "dataset", None) for loader in tree_leaves(loaders)]
     try:

@@ -52,11 +52,7 @@ class Result:
 
 
 class StepLogging:
-    """Takes the place of a module's ``log`` and of its metrics' methods while a private step runs.
-
-    Args:
-        module: the module whose training step is private.
-    """
+    """Takes the place of a module's ``log`` and of its metrics' methods while its private step runs."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
