@@ -43,7 +43,7 @@ def parts(options: argparse.Namespace) -> list[dict[str, Any]]:
     for part in found:
         run = part["run"] = options.folder / part["run"] if "run" in part else None
         command = part["rehearsal" if options.rehearse else "command"]
-        part["command"] = command.format(data=options.data, root=run and RunFolder(run).root)
+        part["command"] = command.format(data=options.data, run=run, root=run and RunFolder(run).root)
     return [part for part in found if options.data or part["run"] is None]
 
 

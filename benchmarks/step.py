@@ -88,8 +88,7 @@ def work(job: Job, parent: Connection) -> None:
     answers = Answers(job.device, parent)
     memory_format = getattr(torch, {"contiguous": "contiguous_format"}.get(job.memory_format, job.memory_format))
     model, *batch = training_steps.build(job.model, torch.device(job.device), job.batch_size, memory_format)
-    make = {**training_steps.WAYS, **training_steps.FINE_TUNING}[job.way]
-    step = make(model, training_steps.autocast_to(job.device, job.dtype))
+    step = training_steps.WAYS[job.way](model, training_steps.autocast_to(job.device, job.dtype))
     while answers.goes_on():
         step(*batch)
 
@@ -209,8 +208,7 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     )
     types = "float32, float32 with products in TF32 on a GPU, bfloat16 by autocast"
     parser.add_argument("--types", nargs="+", default=["fp32", "bf16"], choices=["fp32", "tf32", "bf16"], help=types)
-    ways = list(dict.fromkeys([*training_steps.WAYS, *training_steps.FINE_TUNING]))
-    parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=ways)
+    parser.add_argument("--ways", nargs="+", default=list(training_steps.WAYS), choices=training_steps.WAYS)
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     sizes = "sizes of physical batches (default: one, by model and device)"
     parser.add_argument("--batch-size", nargs="+", type=positive, help=sizes)

@@ -6,7 +6,6 @@ Noise and the optimizer's step cost the same in every way and are left out; ``ru
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -19,8 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import BasicBlock
 
 from dp_lightning.models import ResNet, SmallCNN, WideResNet
-from dp_lightning.models.batch_norm import freeze_batch_norm
-from dp_lightning.models.trained import train_low_rank, train_only
 from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
 from dp_lightning.privacy.gradients.contribution import PerExample
@@ -67,7 +64,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, int]
         (3, 224, 224),
         {"cpu": 8, "cuda": 128},
     ),
-    "resnet50": (lambda: timm.create_model("resnet50"), (3, 224, 224), {"cpu": 8, "cuda": 128}),
 }
 
 
@@ -140,21 +136,6 @@ def one_by_one(model: nn.Module, autocast: Callable[[], Any]) -> Step:
     return step
 
 
-def fine_tuned(choose: Callable[[nn.Module, nn.Module], Any]) -> Callable[[nn.Module, Callable[[], Any]], Step]:
-    """The step of this project if only a part of a timm network is trained; its BatchNorm is frozen.
-
-    Args:
-        choose: gets the network and its last layer, and freezes what is not trained.
-    """
-
-    def make(model: Any, autocast: Callable[[], Any]) -> Step:
-        choose(model, model.get_classifier())
-        freeze_batch_norm(model)
-        return ours(ClipPlan.flat())(model, autocast)
-
-    return make
-
-
 def prepared_for_opacus(model: nn.Module) -> nn.Module:
     """Opacus' backward hooks forbid the in-place addition in torchvision's residual blocks."""
     for block in model.modules():
@@ -216,13 +197,6 @@ WAYS: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
     "Opacus hooks": opacus("hooks"),
     "Opacus functorch": opacus("functorch"),
     "Opacus ghost": opacus("ghost"),
-}
-# For the networks that timm builds.
-FINE_TUNING: dict[str, Callable[[nn.Module, Callable[[], Any]], Step]] = {
-    "ours, frozen BatchNorm": fine_tuned(lambda model, head: None),
-    "ours, LoRA 8": fine_tuned(partial(train_low_rank, rank=8, layers=("*.attn.qkv", "*.attn.proj"))),
-    "ours, biases": fine_tuned(partial(train_only, patterns=["*.bias"])),
-    "ours, last layer": fine_tuned(train_only),
 }
 
 
