@@ -122,7 +122,7 @@ def visit(options: argparse.Namespace, steps: float = math.inf) -> list[str]:
     end, kept = time.monotonic() + 60 * options.limit, options.folder / "sections.json"
     sections: dict[str, tuple[str, bool]] = json.loads(kept.read_text()) if kept.is_file() else {}
     page = f"# Speed on a GPU{', rehearsed' * options.rehearse}\n\n{hardware()}. Written by `make gpu`. The\n"
-    page += "tables of a step have the columns of [Speed and memory of a step](performance.md).\n\n"
+    page += "ratios are those to the ordinary step, as in [Speed and memory](performance.md).\n\n"
     planned = [part for part in parts(options) if part["run"] or steps == math.inf]
     runs = [part["run"] for part in planned if part["run"]]
     for part in planned:
