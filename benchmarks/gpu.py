@@ -121,8 +121,8 @@ def visit(options: argparse.Namespace, steps: float = math.inf) -> list[str]:
     """Run what has not ended before, or up to so many steps of each run of the row; returns what has not ended yet."""
     end, kept = time.monotonic() + 60 * options.limit, options.folder / "sections.json"
     sections: dict[str, tuple[str, bool]] = json.loads(kept.read_text()) if kept.is_file() else {}
-    page = f"# Speed on a GPU{', rehearsed' * options.rehearse}\n\n{hardware()}. Written by `make gpu`. The\n"
-    page += "ratios are those to the ordinary step, as in [Speed and memory](performance.md).\n\n"
+    page = f"# Speed on a GPU{', rehearsed by small parts on a CPU' * options.rehearse}\n\n{hardware()}. Written by\n"
+    page += "`make gpu`. The ratios are those to the ordinary step, as in [Speed and memory](performance.md).\n\n"
     planned = [part for part in parts(options) if part["run"] or steps == math.inf]
     runs = [part["run"] for part in planned if part["run"]]
     for part in planned:

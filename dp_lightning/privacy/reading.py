@@ -2,8 +2,9 @@
 
 The data set's ``__getitem__`` is called for one example, or K times for its K views, and collation on that alone: a
 batch of one example. The results of a physical batch are stacked. ``__getitems__``, which gets several examples, is not
-used. Tuples of tensors and numbers with torch's own collation, and a TensorDataset, are stacked at once, which gives
-the same. Where an example is a person, it is some of the person's elements, drawn for each step (``groups``).
+used. Tuples of tensors and numbers with torch's own collation are stacked at once, and a TensorDataset is indexed at
+once, which gives the same. Where an example is a person, it is some of the person's elements, drawn for each step
+(``groups``).
 """
 
 from collections import UserDict
@@ -104,6 +105,8 @@ class ExampleReader(Dataset[ExampleBatch]):
         self._stand_in: Flat | None = None
         #: Whether examples that are tuples of tensors and numbers need no collation of their own.
         self._at_once = reading.collate_fn is default_collate and reading.prepare is None and not synthetic_first
+        self._indexed = self._at_once and type(dataset).__getitem__ is TensorDataset.__getitem__
+        self._indexed = self._indexed and all(type(column) is Tensor for column in dataset.tensors)
 
     def __len__(self) -> int:
         return len(self.dataset if self.groups is None else self.groups)
@@ -112,7 +115,7 @@ class ExampleReader(Dataset[ExampleBatch]):
         if self._before is not None:
             self._before(place)
         elements = [self._elements(index, place.step) for index in place.indices]
-        if self._at_once and elements and type(self.dataset).__getitem__ is TensorDataset.__getitem__:
+        if self._indexed and elements:
             return _of_columns(place, self.dataset[list(chain.from_iterable(elements))], self._views(elements[0]))
         views = [self._views(each) for each in elements]
         if self._at_once and (columns := _columns(views)) is not None:
@@ -245,13 +248,13 @@ def _columns(examples: Sequence[list[Any]]) -> list[Tensor] | None:
     """The views of all examples as columns (views, ...), where each view is a tuple of tensors and numbers.
 
     Returns:
-        None where a view is something else, or where views differ in length, types or shapes.
+        None where a view is something else or empty, or where views differ in length, types or shapes.
     """
     views = list(chain.from_iterable(examples))
     kinds = {(type(view), *map(_kind, view)) if type(view) in (tuple, list) else (None,) for view in views}
     if len(kinds) != 1 or None in kinds.pop():
         return None
-    return [default_collate(list(column)) for column in zip(*views, strict=True)]
+    return [default_collate(list(column)) for column in zip(*views, strict=True)] or None
 
 
 def _of_columns(place: PhysicalBatch, columns: Iterable[Tensor], first: list[Any]) -> ExampleBatch:
@@ -262,7 +265,7 @@ def _of_columns(place: PhysicalBatch, columns: Iterable[Tensor], first: list[Any
         first: the views of the first example.
     """
     count = len(place.indices)
-    leaves = [column.unflatten(0, (count, len(first))) for column in columns]
+    leaves = [column.contiguous().unflatten(0, (count, len(first))) for column in columns]
     return ExampleBatch(place, leaves, flatten(default_collate(first))[1], torch.ones(count, dtype=torch.bool))
 
 

@@ -437,10 +437,10 @@ class PrivateRun:
         require_equal_replicas(self.module, self._ranks)
 
     def evaluation_starts(self) -> None:
-        """Require that a validation within a fit is about records that are held out; each loader is looked at once."""
+        """Require that a validation within a fit is about records that are held out; loaders are looked at once."""
         loaders = self.trainer.val_dataloaders
         if self.trainer.state.fn == TrainerFn.FITTING and loaders is not self._held_out:
-            require_held_out(self.step.reader.dataset, self.trainer.val_dataloaders)
+            require_held_out(self.step.reader.dataset, loaders)
             self._held_out = loaders
 
     # Checkpoints and the end

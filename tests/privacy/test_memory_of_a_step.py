@@ -11,7 +11,10 @@ from reference import Module, record
 from small_steps import private_step
 from torch import nn
 
+from dp_lightning.privacy.clipping import ClipPlan
 from dp_lightning.privacy.disk import DiSK
+from dp_lightning.privacy.gradients.clipped_sum import ClippedSum
+from dp_lightning.privacy.gradients.recording import Recording
 
 PAGE = (Path(__file__).parents[2] / "docs" / "large_models.md").read_text()
 
@@ -65,6 +68,22 @@ def test_a_physical_batch_leaves_no_tensor_behind(name):
         gc.collect()
         counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
     assert counts[1] == counts[2]
+
+
+def test_layers_that_are_left_out_at_random_leave_no_tensor_behind():
+    layers = nn.ModuleList(nn.LayerNorm(4) for _ in range(4))
+    total, counts = ClippedSum(dict(layers.named_parameters()), ClipPlan.flat()), []
+    for used in ([0, 1], [0, 2], [1, 3], [2, 3]):
+        recording = Recording(dict(layers.named_parameters()), 2, total.take)
+        total.begin(2)
+        losses = recording.run(
+            lambda x, used=used: sum(layers[i](x).square().sum() for i in used), torch.randn(2, 1, 4)
+        )
+        recording.backward(losses)
+        total.end()
+        gc.collect()
+        counts.append(sum(isinstance(each, torch.Tensor) for each in gc.get_objects()))
+    assert counts[1] == counts[3]
 
 
 @pytest.mark.parametrize("name", ["vit_large_patch16_224", "vit_huge_patch14_224"])

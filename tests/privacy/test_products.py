@@ -44,6 +44,19 @@ def test_gram_matrices_of_patches_are_taken_without_patches(image, kernel, strid
     torch.testing.assert_close(patches.right_gram(slice(0, 2)), right @ right.mT)
 
 
+@pytest.mark.parametrize("batch_stride", [8, 8 * 16])
+def test_the_sum_of_a_grouped_convolution_is_that_of_one_channels_last_image(batch_stride):
+    torch.manual_seed(0)
+    layer = nn.Conv2d(8, 8, 3, padding=1, groups=4).double()
+    x = torch.randn(1, 8, 4, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(layer(x).square().sum(), layer.weight)[0]
+    conv = convolution.geometry(layer.weight.shape, layer.stride, layer.padding, layer.dilation, layer.groups)
+    channels_last = x.contiguous(memory_format=torch.channels_last).as_strided(x.shape, (batch_stride, 1, 32, 8))
+    patches, total = convolution.Patches(conv, channels_last, 2 * layer(x).detach(), augmult=1), torch.zeros(4, 2, 18)
+    patches.add_total(torch.ones(1, 1), total)
+    torch.testing.assert_close(patches.weight(total[None])[0], expected.float(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.fixture
 def kept_gram(monkeypatch):
     """Gradients of products are kept until the norms of all are known, and measured by Gram matrices."""

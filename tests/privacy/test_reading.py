@@ -130,11 +130,22 @@ def image(number):
         (lambda n: (image(n), int(n)), None),
         (lambda n: [image(n), n, n > 11, torch.tensor(n, dtype=torch.float64)], None),
         (lambda n: (image(n).numpy(), {"label": n}), None),
+        (lambda n: (torch.rand(2, 2, 3).movedim(-1, 0).mul(0).add(n), int(n)), None),
+        (lambda n: (), None),
         (lambda n: (image(n), int(n)), lambda n: None),
         (lambda n: (image(n), image(n)), lambda n: (torch.ones(1, 2, 3), image(n))),
         (lambda n: (image(n), int(n)), lambda n: (image(n), n)),
     ],
-    ids=["image and number", "all kinds", "not simple", "unread", "other shape", "other type"],
+    ids=[
+        "image and number",
+        "all kinds",
+        "not simple",
+        "channels last",
+        "empty",
+        "unread",
+        "other shape",
+        "other type",
+    ],
 )
 def test_tuples_are_read_at_once_as_one_by_one(make, other, augmult):
     """The quick way makes what collation of each example makes, or refuses what that refuses."""
@@ -150,7 +161,7 @@ def test_tuples_are_read_at_once_as_one_by_one(make, other, augmult):
         assert quick == slow
         return
     assert (quick.structure, quick.counted.tolist()) == (slow.structure, slow.counted.tolist())
-    torch.testing.assert_close(quick.leaves, slow.leaves, rtol=0, atol=0)
+    torch.testing.assert_close(quick.leaves, slow.leaves, rtol=0, atol=0, check_stride=True)
 
 
 class Persons(TensorDataset):
@@ -158,8 +169,10 @@ class Persons(TensorDataset):
 
 
 @pytest.mark.parametrize("images_per_group", [None, 2])
-def test_tensors_are_read_at_once_as_one_by_one(images_per_group):
-    data = Persons(torch.arange(24.0).view(6, 2, 2), torch.arange(6))
+@pytest.mark.parametrize("permuted", [False, True])
+def test_tensors_are_read_at_once_as_one_by_one(permuted, images_per_group):
+    images = torch.arange(72.0).view(6, 2, 2, 3)
+    data = Persons(images.movedim(-1, 1) if permuted else images, torch.arange(6))
     quick, slow = (
         ExampleReader(data, Reading(collate_fn=collate, augmult=2, images_per_group=images_per_group), seed=0)[
             PhysicalBatch(0, 0, (2, 0), pieces=1)
@@ -167,7 +180,7 @@ def test_tensors_are_read_at_once_as_one_by_one(images_per_group):
         for collate in (default_collate, lambda views: default_collate(views))
     )
     assert (quick.structure, quick.counted.tolist()) == (slow.structure, slow.counted.tolist())
-    torch.testing.assert_close(quick.leaves, slow.leaves, rtol=0, atol=0)
+    torch.testing.assert_close(quick.leaves, slow.leaves, rtol=0, atol=0, check_stride=True)
 
 
 @pytest.mark.parametrize(

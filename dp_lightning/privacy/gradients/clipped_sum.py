@@ -34,7 +34,7 @@ class ClippedSum:
         self._members = list(groups.values())
         self._group_of = {name: index for index, names in enumerate(self._members) for name in names}
         device = next(iter(parameters.values())).device
-        self._known_places: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+        self._known_places: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}  # the last ones
         # A little less than the plan's, for the rounding of norms and factors.
         bounds = [bound * (1 - _ROOM) for bound in clip_plan.bounds(groups)]
         self._first_bounds = self._bounds = torch.tensor(bounds, dtype=torch.float32, device=device)
@@ -183,7 +183,7 @@ class ClippedSum:
                 places.append(torch.arange(ends[name] - numel, ends[name]).as_strided(shape, stride).flatten())
                 groups.append(torch.full((numel,), self._group_of[name]))
             place, group = (sent(torch.cat(each), self.flat.device) for each in (places, groups))
-            self._known_places[names] = place, group
+            self._known_places = {names: (place, group)}
         return self._known_places[names]
 
     def _weigh(self, rows: slice, norms: Mapping[str, Tensor]) -> Weights:

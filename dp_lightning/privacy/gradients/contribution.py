@@ -189,7 +189,7 @@ def joined(pieces: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 
 def scaled(rows: Tensor, weights: Tensor) -> Tensor:
-    """weights[i] * rows[i] for weights (r) and rows (r, ...), or weights (r, L) and rows (r, L, ...).
+    """weights[i] * rows[i] for weights (r) and rows (r, ...), or weights (r, L) or (r, 1) and rows (r, L, ...).
 
     All of a row is zero if any number of it is not finite: a large weight can take numbers out of the type's range, and
     a row with a weight of zero may hold anything.

@@ -198,6 +198,8 @@ class Patches(Factors):
         dtype = torch.promote_types(self.dtype, torch.float32)
         weights = weights[:, 0].repeat_interleave(self._augmult) if self._augmult > 1 else weights[:, 0]
         values, image = scaled(self._values.to(dtype), weights), without(self._image.to(dtype), weights)
+        if len(image) == 1 and self._conv.groups > 1:
+            image = image.contiguous()  # in float64 torch's sum is wrong if the only image has another stride
         total += self.rows_of(_weight_gradient(self._conv, image, values))
 
     def _views(self, rows: slice) -> slice:

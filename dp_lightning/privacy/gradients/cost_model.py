@@ -103,7 +103,7 @@ def formed_by_products(size: Size, channels: int, dtype: torch.dtype, device: to
     """Whether to form a convolution's per-example gradients by products of patches, not by one grouped convolution."""
     if device.type != "cpu" or dtype != torch.float32 or below_avx512(device):
         return True
-    return size.positions < _FEW_POSITIONS or channels < _FEW_CHANNELS
+    return size.positions < _FEW_POSITIONS or (channels < _FEW_CHANNELS and size.patches <= _CACHED_PER_THREAD)
 
 
 def patches_by_place(size: Size, channels: int, device: torch.device) -> bool:

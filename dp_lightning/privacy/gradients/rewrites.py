@@ -203,7 +203,7 @@ def cross_entropy(
 
 def max_pool2d(input: Tensor, *args: Any, **options: Any) -> Tensor:
     """``F.max_pool2d`` of contiguous images, whose maxima a CPU finds several times faster in channels-last ones."""
-    if level() != 1 or not is_batched(input) or len(args) > 5:
+    if level() != 1 or not is_batched(input) or input.dim() not in (3, 4) or len(args) > 5:
         return NotImplemented
     rows, options = unwrapped(input), {**options, "return_indices": True}
     with below_transforms():
