@@ -437,7 +437,7 @@ class PrivateRun:
         require_equal_replicas(self.module, self._ranks)
 
     def evaluation_starts(self) -> None:
-        """Require that a validation within a fit is about records that are held out; loaders are looked at once."""
+        """Require that a validation within a fit is about held-out records; the same loaders are looked at once."""
         loaders = self.trainer.val_dataloaders
         if self.trainer.state.fn == TrainerFn.FITTING and loaders is not self._held_out:
             require_held_out(self.step.reader.dataset, loaders)
