@@ -195,6 +195,6 @@ def test_every_way_equals_the_loop_on_a_gpu(monkeypatch, request, way, precision
     layer, plan = nn.Conv2d(16, 32, 3, padding=1), ClipPlan.flat(max_grad_norm=0.1)
     x, y = torch.randn(4, 16, 9, 9), torch.randn(4, 32 * 81)
     expected, _ = clipped_sum_by_loop(layer, x, y.double(), plan, squared_error)
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         sums, _ = clipped_gradient_sum(layer.cuda(), squared_error, x.cuda(), y.cuda(), clip_plan=plan)
     assert relative_error({name: value.cpu() for name, value in sums.items()}, expected) < TOLERANCE

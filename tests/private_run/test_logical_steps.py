@@ -1,5 +1,7 @@
 """One Lightning batch is one logical step: counts, positions in an epoch, interruptions and ranks."""
 
+import multiprocessing
+
 import lightning.pytorch as pl
 import pytest
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -32,6 +34,12 @@ def test_an_epoch_has_round_n_over_b_steps_and_every_number_counts_them(tmp_path
     assert module.places == [(0, 0, 0, 1), (0, 1, 1, 2), (1, 0, 0, 3), (1, 1, 1, 4)]
     assert module.indices == {0, 1}
     assert run.train_dataloader.dataset.tensors[0].shape == (60, 5)
+
+
+def test_no_worker_is_left_after_a_fit(tmp_path):
+    run = trainer(tmp_path, privacy(expected_batch_size=24), max_epochs=2)
+    run.fit(Plain(), loader(num_workers=1, persistent_workers=True))
+    assert not multiprocessing.active_children()
 
 
 def saved(tmp_path):
