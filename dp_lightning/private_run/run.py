@@ -457,7 +457,7 @@ class PrivateRun:
             self.history.record.faults.add(f"the run ended by an error ({type(error).__name__})")
 
     def close(self) -> None:
-        """End the workers; on rank 0, write the privacy statement to the run's folder and print it, if a step was taken."""
+        """End the workers; on rank 0, write the privacy statement and print it, unless no step was taken."""
         self._physical.close()
         self._before = self.history.ledger.num_steps  # what a later fit is refused for is no fault of this one
         self.history.in_weights = self._in_weights
