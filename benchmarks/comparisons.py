@@ -279,7 +279,7 @@ class Scattering(NamedTuple):
     """Standard deviation of the noise in a weight at the end; on features of length 1 it is that of a logit."""
     highest: float
     """The rate above which steps go too far, whatever the noise is."""
-    angles: int
+    features: dict[str, Any]
     correlated: bool
     """Whether noise is correlated over as many steps as ``privacy.bands: auto`` takes."""
     config: str
@@ -287,8 +287,10 @@ class Scattering(NamedTuple):
 
 
 SCATTERING = {
-    "linear": Scattering(8192, 40, 0.9, 30.0, 8, False, "scattering_cifar10"),
-    "network": Scattering(1024, 16, 0.1, 4.0, 4, True, "scattering_network_cifar10"),
+    "linear": Scattering(8192, 40, 0.9, 30.0, {"mirror": True}, False, "scattering_cifar10"),
+    "network": Scattering(
+        1024, 16, 0.1, 4.0, {"angles": 4, "mirror": True, "views": 4}, True, "scattering_network_cifar10"
+    ),
 }
 
 
@@ -298,7 +300,7 @@ def scattering(options: argparse.Namespace) -> Iterator[Row]:
     def settings(rate: float, trained: Scattering, epsilon: float) -> dict[str, Any]:
         config = base(options, rate=rate, batch_size=trained.batch_size, epochs=options.epochs or trained.epochs)
         cache = {"images": config["data"], "cache": str((options.out / "features").resolve())}
-        cache |= {"backbone": "scattering", "backbone_kwargs": {"angles": trained.angles, "mirror": True}}
+        cache |= {"backbone": "scattering", "backbone_kwargs": trained.features}
         config["data"] = {"class_path": "CachedFeatures", "init_args": cache}
         config["optimizer"]["init_args"]["momentum"] = 0.9
         # The plan's accountant, so that the rate is that of the run's sigma.

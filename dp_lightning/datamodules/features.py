@@ -53,8 +53,8 @@ class CachedFeatures(lightning.LightningDataModule):
     """Features of a frozen network instead of the images.
 
     A batch is (features, labels (n,)). The pooled features of a pretrained timm network are vectors, float32 (n, D);
-    scattering coefficients, which need no other data, are maps, float32 (n, D, h, w), kept in 16 bits. Images are not
-    augmented, since each has its features once. The first run computes them on its device and writes them to ``cache``;
+    scattering coefficients, which need no other data, are maps, float32 (n, D, h, w), or (n, V, D, h, w) with V views,
+    kept in 16 bits. Images are not augmented, since each has its features once. The first run computes them on its device and writes them to ``cache``;
     later runs read them, and continue where an earlier one was interrupted. They are computed again if the network, its
     weights or timm's version changes, or a label, or an image: a file is the same while its name, its size and its
     modification time are, and an image of an array while its pixels are.
@@ -67,7 +67,8 @@ class CachedFeatures(lightning.LightningDataModule):
         input_size: Height and width that images are resized to; None uses the network's ``img_size`` if it is set, or
             else its own size, and with scattering that of the images.
         batch_size: Images per batch while features are computed.
-        backbone_kwargs: Further arguments of the network; ``scales`` (2) and ``angles`` (8) of scattering.
+        backbone_kwargs: Further arguments of the network; those of `ScatteringFeatures` are ``scales`` (2), ``angles``
+            (8), ``mirror`` (false) and ``views`` (1).
 
     Raises:
         ConfigurationError: The network cannot be built, or nothing can be written to ``cache``.

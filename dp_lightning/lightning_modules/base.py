@@ -22,10 +22,15 @@ from dp_lightning.processors import below_avx512
 
 Batch = tuple[Tensor, Tensor]
 EVALUATIONS = ("val", "test")
+# Dimensions of a batch of images that have views.
+_WITH_VIEWS = 5
 
 
 class ImageClassifier(lightning.LightningModule):
     """Trains ``model`` by cross-entropy on batches of (images (N, C, H, W), labels (N,)).
+
+    Images may have V views each: (N, V, C, H, W). The loss is then the mean over images and views, and the logits that
+    an evaluation, a prediction and `forward` give are means over views.
 
     Logged: ``unprotected/train_loss`` at every step, and at the end of an evaluation ``val/loss`` and
     ``val/accuracy``, or ``test/loss``, ``test/accuracy`` and the means of ``test_report``. Validation may use one
@@ -91,12 +96,17 @@ class ImageClassifier(lightning.LightningModule):
             self.model.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(images)
+        if images.ndim != _WITH_VIEWS:
+            return self.model(images)
+        return self.model(images.flatten(0, 1)).unflatten(0, (-1, images.shape[1])).mean(dim=1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
+        size = len(labels)
+        if images.ndim == _WITH_VIEWS:
+            images, labels = images.flatten(0, 1), labels.repeat_interleave(images.shape[1], dim=0)
         loss = self._loss(self(images), labels)
-        self.log("unprotected/train_loss", loss, prog_bar=True, batch_size=len(labels))
+        self.log("unprotected/train_loss", loss, prog_bar=True, batch_size=size)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:

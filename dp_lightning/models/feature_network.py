@@ -20,8 +20,9 @@ class FeatureNetwork(nn.Module):
     """Features of images (N, C, H, W) of the data module, float32.
 
     Those of a pretrained timm network are pooled: (N, D). Those of ``scattering`` are maps (N, D, h, w) with D = K C,
-    as of `ScatteringFeatures`, which has no weights and needs no other data; its ``backbone_kwargs`` are ``scales``,
-    ``angles`` and ``mirror``. It stays in evaluation mode, and nothing in it is trained.
+    or with V views (N, V, D, h, w), as of `ScatteringFeatures`, which has no weights and needs no other data; its
+    ``backbone_kwargs`` are ``scales``, ``angles``, ``mirror`` and ``views``. It stays in evaluation mode, and nothing
+    in it is trained.
 
     Args:
         weights: File with its weights; None downloads timm's.

@@ -296,8 +296,9 @@ def test_a_window_and_an_orientation_are_those_of_training_everywhere(tmp_path, 
                 Image.fromarray(pixels).save(file, **({"exif": turned} if number % 2 else {}))
     data, settings, model = "--data", [], ["SmallCNNModule"]
     if probes:
-        data, model = "--data.images", ["LinearProbeModule", "--model.normalize", "unit"]
+        data, views = "--data.images", "{angles: 2, mirror: true, views: 4}"
         settings = ["--data", "CachedFeatures", "--data.backbone", "scattering", "--data.cache", tmp_path / "cache"]
+        settings += ["--data.backbone_kwargs", views]
     settings += [data, "ImageFolder", f"{data}.root", tmp_path / "scans", f"{data}.image_size", "16"]
     settings += [f"{data}.in_channels", "1", f"{data}.window", "[1000, 1200]"]
     run = fit(tmp_path / "run", *settings, model=model)

@@ -138,6 +138,31 @@ def test_a_private_run_with_weights_clips_as_a_loop_in_float64(tmp_path, setting
     torch.testing.assert_close(flat(module), expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("mode", ["together", "one_by_one"])
+def test_a_private_run_on_views_clips_the_mean_over_the_views_of_an_image(tmp_path, mode):
+    module = ImageClassifier(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)), 3)
+    module.lr = 0.3
+    dataset = TensorDataset(torch.randn(N, 4, 2, 4, 4, dtype=torch.float64), torch.arange(N) % 3)
+    expected = by_loop(module, [[default_collate([example]) for example in dataset]], bound=0.5)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.3)
+    callback = without_noise(expected_batch_size=N, max_grad_norm=0.5, max_physical_batch_size=7, examples=mode)
+    plain_run.trainer(tmp_path, callback, max_epochs=1, precision="64-true").fit(module, plain_run.loader(dataset))
+    torch.testing.assert_close(flat(module), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_views_have_a_mean_loss_and_mean_logits(multi_label):
+    module = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(8, 3)), 3, multi_label=multi_label)
+    views = torch.randn(5, 4, 2, 2, 2)
+    labels = torch.randint(2, (5, 3)).float() if multi_label else torch.arange(5) % 3
+    logits = torch.stack([module.model(views[:, k]) for k in range(4)])
+    loss = F.binary_cross_entropy_with_logits if multi_label else F.cross_entropy
+    expected = torch.stack([loss(each, labels) for each in logits]).mean()
+    torch.testing.assert_close(module.training_step((views, labels), 0), expected)
+    torch.testing.assert_close(module(views), logits.mean(dim=0))
+    assert module.predict_step(views, 0).shape == (5, 3)
+
+
 def test_weights_for_other_classes_are_refused():
     with pytest.raises(ConfigurationError, match="a number from 0 for each class"):
         ImageClassifier(Fixed(), 3, class_weights=[1.0, 2.0])

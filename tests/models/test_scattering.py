@@ -148,6 +148,23 @@ def test_mirrored_features_are_averages_over_both_directions(mirrored):
     torch.testing.assert_close(_normalized(plain, mirrored.paths, mirrored._mirrored), expected)
 
 
+@pytest.mark.parametrize(("mirror", "views"), [(True, 2), (False, 2), (True, 4)])
+def test_views_are_the_features_of_each_image(features, mirror, views):
+    images = random_images(5, n=3)
+    shifted = F.pad(images, (0, 2, 0, 2), mode="reflect")[..., 2:, 2:]
+    each = [images, images.flip(-1), shifted, images.flip(-1)]
+    each[3] = F.pad(each[3], (0, 2, 0, 2), mode="reflect")[..., 2:, 2:]
+    each = each[:views] if mirror else [images, shifted]
+    found = ScatteringFeatures(2, angles=4, mirror=mirror, views=views)(images)
+    torch.testing.assert_close(found, torch.stack([features(view) for view in each], dim=1))
+
+
+@pytest.mark.parametrize(("mirror", "views"), [(True, 3), (False, 4), (False, 0)])
+def test_other_numbers_of_views_are_refused(mirror, views):
+    with pytest.raises(ModelError, match="views of scattering must be 1 or 2"):
+        ScatteringFeatures(2, angles=4, mirror=mirror, views=views)
+
+
 @pytest.mark.parametrize("make", PROCESSES.values())
 @pytest.mark.parametrize("channels", [1, 3])
 def test_random_images_are_images_and_made_again(make, channels):
