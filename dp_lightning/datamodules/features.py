@@ -54,10 +54,10 @@ class CachedFeatures(lightning.LightningDataModule):
 
     A batch is (features, labels (n,)). The pooled features of a pretrained timm network are vectors, float32 (n, D);
     scattering coefficients, which need no other data, are maps, float32 (n, D, h, w), or (n, V, D, h, w) with V views,
-    kept in 16 bits. Images are not augmented, since each has its features once. The first run computes them on its device and writes them to ``cache``;
-    later runs read them, and continue where an earlier one was interrupted. They are computed again if the network, its
-    weights or timm's version changes, or a label, or an image: a file is the same while its name, its size and its
-    modification time are, and an image of an array while its pixels are.
+    kept in 16 bits. Images are not augmented, since each has its features once. The first run computes them on its
+    device and writes them to ``cache``; later runs read them, and continue where an earlier one was interrupted. They
+    are computed again if the network, its weights or timm's version changes, or a label, or an image: a file is the
+    same while its name, its size and its modification time are, and an image of an array while its pixels are.
 
     Args:
         images: Where the images come from.
