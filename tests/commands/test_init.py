@@ -1,9 +1,11 @@
 """`dpl init`: what it finds in a folder, what it refuses, and that the file it writes runs as it is."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from PIL import Image
 from dp_lightning.cli import main
 from dp_lightning.commands.starting_configuration import Model, delta_for, proposed_window, start_of
 from dp_lightning.datamodules import ImageFolder, NpzImages
+from dp_lightning.privacy.plan import RunShape, best_bands, error_of_noise
 
 NOISE = np.random.default_rng(0)
 NAMES = ("dark", "light")
@@ -73,7 +76,7 @@ def refused(capsys, *arguments):
     [
         (["--from-scratch", "--epsilon", "5"], "SmallCNNModule", 3922),
         (["--backbone", "test_efficientnet_gn", "--weights", "network.pth"], "LinearProbeModule", 514),
-        (["--backbone", "scattering"], "LinearProbeModule", 3 * 81 * 3 * 3 * 2 + 2),
+        (["--backbone", "scattering"], "SmallCNNModule", 32 * (3 * 5 * 9 + 1 + 32 * 9 + 1) + 2 * (32 * 3 * 3 + 1)),
     ],
 )
 def test_a_run_trains_as_it_is_written(photos, capsys, options, model, parameters):
@@ -411,6 +414,17 @@ def test_delta_is_the_largest_power_of_ten_up_to_a_tenth_of_one_over_n(count, de
     assert count * delta <= 0.1 < 10 * count * delta * (1 + 1e-9)
 
 
-def test_the_learning_rate_on_scattering_coefficients_does_not_fall_with_their_number():
-    few, many = (start_of(1_000, parameters, Model.on_features("scattering")) for parameters in (100, 40_000))
-    assert few.learning_rate == many.learning_rate == float(f"{0.015 * 250 / few.plan.noise_multiplier:.0e}")
+def test_the_learning_rate_on_scattering_coefficients_is_that_of_correlated_noise():
+    few, many = (start_of(50_000, parameters, Model.on_features("scattering")) for parameters in (100, 40_000))
+    shape = RunShape.of_length(num_train=50_000, expected_batch_size=1200, delta=1e-6, max_epochs=16)
+    banded = replace(shape, bands=best_bands(shape, 3.0))
+    assert banded.bands > 1
+    assert many.plan == banded.calibrate(3.0)
+    noise = shape.calibrate(3.0).noise_multiplier * error_of_noise(banded, 3.0)
+    rate = 0.01 * 1200 / (noise * math.sqrt(3 * shape.num_steps / 8))
+    assert few.learning_rate == many.learning_rate == pytest.approx(rate, rel=0.1)
+
+
+@pytest.mark.parametrize(("count", "batch"), [(8, 2), (100, 25), (1_000, 32), (4_000, 100), (1_000_000, 4096)])
+def test_a_batch_on_scattering_coefficients_is_a_fortieth_but_not_small(count, batch):
+    assert start_of(count, 40_000, Model.on_features("scattering")).plan.expected_batch_size == batch
