@@ -287,10 +287,8 @@ class Scattering(NamedTuple):
 
 
 SCATTERING = {
-    "linear": Scattering(8192, 40, 0.9, 30.0, {"mirror": True}, False, "scattering_cifar10"),
-    "network": Scattering(
-        1024, 16, 0.1, 4.0, {"angles": 4, "mirror": True, "views": 4}, True, "scattering_network_cifar10"
-    ),
+    "linear": Scattering(8192, 40, 0.9, 30.0, {"average": True}, False, "scattering_cifar10"),
+    "network": Scattering(1024, 16, 0.1, 4.0, {"angles": 4}, True, "scattering_network_cifar10"),
 }
 
 
@@ -300,7 +298,7 @@ def scattering(options: argparse.Namespace) -> Iterator[Row]:
     def settings(rate: float, trained: Scattering, epsilon: float) -> dict[str, Any]:
         config = base(options, rate=rate, batch_size=trained.batch_size, epochs=options.epochs or trained.epochs)
         cache = {"images": config["data"], "cache": str((options.out / "features").resolve())}
-        cache |= {"backbone": "scattering", "backbone_kwargs": trained.features}
+        cache |= {"backbone": "scattering", "backbone_kwargs": {**trained.features, "mirror": True, "shift": True}}
         config["data"] = {"class_path": "CachedFeatures", "init_args": cache}
         config["optimizer"]["init_args"]["momentum"] = 0.9
         # The plan's accountant, so that the rate is that of the run's sigma.

@@ -62,7 +62,7 @@ def smaller(path, folder):
         small = {"depth": "10"} if "wrn" in path.stem else {}
     arguments = [argument for name, value in small.items() for argument in (f"--model.init_args.{name}", value)]
     if "scattering" in path.stem:
-        arguments += ["--data.init_args.backbone_kwargs", "{scales: 1, angles: 2, mirror: true}"]
+        arguments += ["--data.init_args.backbone_kwargs", "{scales: 1, angles: 2, mirror: true, shift: true}"]
     if "probe" in path.stem:
         torch.save(timm.create_model("test_efficientnet_gn").state_dict(), folder / "small.pth")
         arguments += ["--data.init_args.backbone", "test_efficientnet_gn", "--data.init_args.input_size", "32"]

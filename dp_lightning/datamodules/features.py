@@ -68,7 +68,7 @@ class CachedFeatures(lightning.LightningDataModule):
             else its own size, and with scattering that of the images.
         batch_size: Images per batch while features are computed.
         backbone_kwargs: Further arguments of the network; those of `ScatteringFeatures` are ``scales`` (2), ``angles``
-            (8), ``mirror`` (false) and ``views`` (1).
+            (8), ``mirror``, ``shift`` and ``average`` (false).
 
     Raises:
         ConfigurationError: The network cannot be built, or nothing can be written to ``cache``.

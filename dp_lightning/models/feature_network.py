@@ -21,8 +21,8 @@ class FeatureNetwork(nn.Module):
 
     Those of a pretrained timm network are pooled: (N, D). Those of ``scattering`` are maps (N, D, h, w) with D = K C,
     or with V views (N, V, D, h, w), as of `ScatteringFeatures`, which has no weights and needs no other data; its
-    ``backbone_kwargs`` are ``scales``, ``angles``, ``mirror`` and ``views``. It stays in evaluation mode, and nothing
-    in it is trained.
+    ``backbone_kwargs`` are ``scales``, ``angles``, ``mirror``, ``shift`` and ``average``. It stays in evaluation mode,
+    and nothing in it is trained.
 
     Args:
         weights: File with its weights; None downloads timm's.

@@ -159,103 +159,85 @@ class _Bank:
 
 
 class ScatteringFeatures(Scattering):
-    """Images (N, C, H, W) to maps (N, C K, h, w), float32, in three steps; with V views (N, V, C K, h, w).
+    """Images (N, C, H, W) to maps (N, C K, h, w), float32, in two steps; with V views (N, V, C K, h, w).
 
-    With ``mirror`` and one view, each map is first averaged with the mirrored map of the mirrored wavelets. That is the
-    map of the mirror image, but for its places, which begin at another edge and lie up to 2^J - 1 pixels aside. Then
-    each group of C neighbouring maps of an image gets the mean 0 and the variance 1 (Tramèr and Boneh 2021,
-    "Differentially private learning needs better features (or much more data)"). Last, the mean of random images is
+    Each group of C neighbouring maps of an image gets the mean 0 and the variance 1 (Tramèr and Boneh 2021,
+    "Differentially private learning needs better features (or much more data)"). Then the mean of random images is
     subtracted, and the C K maps are multiplied by (S / s + 0.01)^(-1/2), with S their covariance over random images and
     s its largest eigenvalue.
-
-    Several views keep apart what the average mixes: the image, its mirror image, and both shifted by half the distance
-    of two places. They are for a network that is not linear. One layer on their average costs less and finds the same.
 
     A private gradient's noise is the same in all directions, so features serve it best where they differ between
     images: what all images share uses up the length of a feature without telling any two apart. Mean and covariance are
     those of random images, so nothing is estimated from the data, nor from other photographs.
 
+    The views of an image are the image, its mirror image, and both shifted up and to the left by half the distance of
+    two places, 2^(J-1) pixels; edges are reflected.
+
     Args:
         channels: C.
-        mirror: Whether an image and its mirror image show the same, as with most photographs, but not with letters or a
-            chest from the front.
-        views: V. Two are the image and its mirror image, or without ``mirror`` the shifted image. Four, for which an
-            image and its mirror image have to show the same, are all of these.
+        mirror: The mirror image is a view. It suits images of which it shows the same, as of most photographs, but not
+            of letters or a chest from the front.
+        shift: The shifted image is a view.
+        average: Give the mean over the views (N, C K, h, w). It costs one layer a V-th of the time and the memory; a
+            network tells more from each view.
 
     Raises:
-        ModelError: There is no scale or no angle, or another number of views.
+        ModelError: There is no scale or no angle.
     """
 
     mean: Tensor
     whitening: Tensor
-    _mirrored: Tensor | None
 
     def __init__(
-        self, channels: int, *, scales: int = 2, angles: int = 8, mirror: bool = False, views: int = 1
+        self,
+        channels: int,
+        *,
+        scales: int = 2,
+        angles: int = 8,
+        mirror: bool = False,
+        shift: bool = False,
+        average: bool = False,
     ) -> None:
         super().__init__(scales=scales, angles=angles)
-        if views not in ((1, 2, 4) if mirror else (1, 2)):
-            raise ModelError(f"views of scattering must be 1 or 2, or with mirror also 4, not {views}")
-        self._turned, self._shifted = mirror and views > 1, views > (2 if mirror else 1)
-        mirror = mirror and views == 1
-        places = _mirrored_places(channels, scales, angles) if mirror else None
-        self.register_buffer("_mirrored", places, persistent=False)
+        self._mirror, self._shift, self._average = mirror, shift, average
         if torch.get_default_device().type == "meta":  # it is built for its shapes
             count = channels * self.paths
             mean, whitening = torch.empty(count), torch.empty(count, count)
         else:
-            mean, whitening = (known.clone() for known in _of_random_images(channels, scales, angles, mirror))
+            mean, whitening = (known.clone() for known in _of_random_images(channels, scales, angles))
         self.register_buffer("mean", mean)
         self.register_buffer("whitening", whitening)
 
     def forward(self, images: Tensor) -> Tensor:
-        views = [images, images.flip(-1)] if self._turned else [images]
-        if self._shifted:
+        views = [images, images.flip(-1)] if self._mirror else [images]
+        if self._shift:
             step = 2 ** (self.scales - 1)
             views += [F.pad(view, (0, step, 0, step), mode="reflect")[..., step:, step:] for view in views]
         maps = [self._maps(view) for view in views]
-        return maps[0] if len(maps) == 1 else torch.stack(maps, dim=1)
+        if len(maps) == 1:
+            return maps[0]
+        stacked = torch.stack(maps, dim=1)
+        return stacked.mean(dim=1) if self._average else stacked
 
     def _maps(self, images: Tensor) -> Tensor:
-        maps = _normalized(super().forward(images), self.paths, self._mirrored)
+        maps = F.group_norm(super().forward(images), self.paths)
         whitened = self.whitening @ (maps.flatten(2) - self.mean[:, None])
         return whitened.view_as(maps)
 
 
-def _normalized(maps: Tensor, paths: int, mirrored: Tensor | None) -> Tensor:
-    """The maps (N, C K, h, w) before they are whitened, averaged with those at ``mirrored`` if it is given."""
-    if mirrored is not None:
-        maps = (maps + maps.index_select(1, mirrored).flip(-1)) / 2
-    return F.group_norm(maps, paths)
-
-
 @functools.lru_cache(maxsize=4)
-def _of_random_images(channels: int, scales: int, angles: int, mirror: bool) -> tuple[Tensor, Tensor]:
+def _of_random_images(channels: int, scales: int, angles: int) -> tuple[Tensor, Tensor]:
     """The mean (C K,) of the maps, and the square root of their inverse covariance (C K, C K)."""
     generator = torch.Generator().manual_seed(_SEED)
     size = 8 * 2**scales  # eight places each way
     kinds = [make(_IMAGES, channels=channels, size=size, generator=generator) for make in (dead_leaves, spectra)]
     scattering = Scattering(scales=scales, angles=angles)
-    mirrored = _mirrored_places(channels, scales, angles) if mirror else None
-    maps = _normalized(scattering(torch.cat(kinds)), scattering.paths, mirrored).transpose(0, 1).flatten(1)
+    maps = F.group_norm(scattering(torch.cat(kinds)), scattering.paths).transpose(0, 1).flatten(1)
     mean = maps.mean(dim=1)
     centred = (maps - mean[:, None]).double()
     variances, directions = torch.linalg.eigh(centred @ centred.T / centred.shape[1])
     scale = (variances.clamp(min=0) / variances[-1] + _FLOOR).rsqrt()
     return mean, ((directions * scale) @ directions.T).float()
-
-
-def _mirrored_places(channels: int, scales: int, angles: int) -> Tensor:
-    """For each map in its order, the one that the mirror image has in its place."""
-    turned = [-angle % angles for angle in range(angles)]
-    paths = [0]
-    for scale in range(scales):
-        start = len(paths)
-        paths += [start + angle for angle in turned]
-        for _ in range(scale + 1, scales):
-            start = len(paths)
-            paths += [start + second * angles + first for second in turned for first in turned]
-    return torch.tensor([channel * len(paths) + path for channel in range(channels) for path in paths])
 
 
 def morlet(height: int, width: int, scale: int, angle: int, angles: int) -> Tensor:

@@ -296,7 +296,7 @@ def test_a_window_and_an_orientation_are_those_of_training_everywhere(tmp_path, 
                 Image.fromarray(pixels).save(file, **({"exif": turned} if number % 2 else {}))
     data, settings, model = "--data", [], ["SmallCNNModule"]
     if probes:
-        data, views = "--data.images", "{angles: 2, mirror: true, views: 4}"
+        data, views = "--data.images", "{angles: 2, mirror: true, shift: true}"
         settings = ["--data", "CachedFeatures", "--data.backbone", "scattering", "--data.cache", tmp_path / "cache"]
         settings += ["--data.backbone_kwargs", views]
     settings += [data, "ImageFolder", f"{data}.root", tmp_path / "scans", f"{data}.image_size", "16"]

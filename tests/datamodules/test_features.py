@@ -189,7 +189,6 @@ def test_scattering_needs_no_weights_and_keeps_maps_in_16_bits(tmp_path):
     [
         ({"weights": "network.pth"}, "scattering has no weights"),
         ({"backbone_kwargs": {"scales": 0}}, "backbone_kwargs of scattering: scales and angles .* must be at least 1"),
-        ({"backbone_kwargs": {"views": 4}}, "backbone_kwargs of scattering: views .* must be 1 or 2, or with mirror"),
     ],
 )
 def test_settings_that_scattering_does_not_have_are_refused(tmp_path, settings, message):

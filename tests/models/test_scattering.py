@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from dp_lightning.errors import ModelError
 from dp_lightning.models.random_images import PROCESSES, dead_leaves, spectra
-from dp_lightning.models.scattering import Scattering, ScatteringFeatures, _normalized, average, morlet
+from dp_lightning.models.scattering import Scattering, ScatteringFeatures, average, morlet
 
 
 def convolved(image, filters):
@@ -91,11 +91,6 @@ def features():
     return ScatteringFeatures(2, angles=4)
 
 
-@pytest.fixture(scope="module")
-def mirrored():
-    return ScatteringFeatures(2, angles=4, mirror=True)
-
-
 def test_they_are_normalised_centred_and_whitened_coefficients(features):
     images = random_images(1, n=4)
     plain = F.group_norm(Scattering(angles=4)(images), features.paths)
@@ -125,44 +120,18 @@ def test_an_image_has_the_same_features_beside_others(features):
     torch.testing.assert_close(features(images)[7:8], features(images[7:8]), rtol=1e-4, atol=1e-5)
 
 
-def test_a_mirror_image_has_mirrored_features_where_places_mirror_each_other(mirrored, features):
-    images = random_images(3, n=20)
-    images = F.pad(images, (0, 1, 0, 0), mode="reflect")  # 33 pixels: places at 0, 4, ..., 32
-    for network, mirrors in ((mirrored, True), (features, False)):
-        # Away from the edges, which are reflected further on the right.
-        found, other = (network(each)[..., 2:-2] for each in (images, images.flip(-1)))
-        assert ((found - other).norm() / found.norm() < 0.03) == mirrors
-
-
-def test_mirrored_features_are_averages_over_both_directions(mirrored):
-    images = random_images(4, n=4)
-    plain = Scattering(angles=4)(images)
-    other = plain.flip(-1).unflatten(1, (2, mirrored.paths))
-    # Wavelets of angle k are of angle -k in a mirror: 1 and 3 change places. Order 2 is by the second, then the first.
-    turned = [0, 3, 2, 1]
-    after_first, after_second = 1 + 4, 1 + 4 + 16
-    order = [0, *(1 + k for k in turned), *(after_first + 4 * m + k for m in turned for k in turned)]
-    order += [after_second + k for k in turned]
-    averaged = (plain + other[:, :, order].flatten(1, 2)) / 2
-    expected = F.group_norm(averaged, mirrored.paths)
-    torch.testing.assert_close(_normalized(plain, mirrored.paths, mirrored._mirrored), expected)
-
-
-@pytest.mark.parametrize(("mirror", "views"), [(True, 2), (False, 2), (True, 4)])
-def test_views_are_the_features_of_each_image(features, mirror, views):
-    images = random_images(5, n=3)
-    shifted = F.pad(images, (0, 2, 0, 2), mode="reflect")[..., 2:, 2:]
-    each = [images, images.flip(-1), shifted, images.flip(-1)]
-    each[3] = F.pad(each[3], (0, 2, 0, 2), mode="reflect")[..., 2:, 2:]
-    each = each[:views] if mirror else [images, shifted]
-    found = ScatteringFeatures(2, angles=4, mirror=mirror, views=views)(images)
-    torch.testing.assert_close(found, torch.stack([features(view) for view in each], dim=1))
-
-
-@pytest.mark.parametrize(("mirror", "views"), [(True, 3), (False, 4), (False, 0)])
-def test_other_numbers_of_views_are_refused(mirror, views):
-    with pytest.raises(ModelError, match="views of scattering must be 1 or 2"):
-        ScatteringFeatures(2, angles=4, mirror=mirror, views=views)
+@pytest.mark.parametrize(("mirror", "shift"), [(True, False), (False, True), (True, True)])
+def test_views_are_the_features_of_each_image_and_may_be_averaged(features, mirror, shift):
+    images = random_images(3, n=3)
+    plain, turned = (
+        [each, F.pad(each, (0, 2, 0, 2), mode="reflect")[..., 2:, 2:]] for each in (images, images.flip(-1))
+    )
+    views = [plain[0], *turned[:mirror], *plain[1:][:shift], *turned[1:][: mirror and shift]]
+    expected = torch.stack([features(view) for view in views], dim=1)
+    makes = ScatteringFeatures(2, angles=4, mirror=mirror, shift=shift)
+    torch.testing.assert_close(makes(images), expected)
+    averages = ScatteringFeatures(2, angles=4, mirror=mirror, shift=shift, average=True)
+    torch.testing.assert_close(averages(images), expected.mean(dim=1))
 
 
 @pytest.mark.parametrize("make", PROCESSES.values())
