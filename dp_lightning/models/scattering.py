@@ -221,8 +221,7 @@ class ScatteringFeatures(Scattering):
 
     def _maps(self, images: Tensor) -> Tensor:
         maps = F.group_norm(super().forward(images), self.paths)
-        whitened = self.whitening @ (maps.flatten(2) - self.mean[:, None])
-        return whitened.view_as(maps)
+        return (self.whitening @ (maps.flatten(2) - self.mean[:, None])).view_as(maps)
 
 
 @functools.lru_cache(maxsize=4)
