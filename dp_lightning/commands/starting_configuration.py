@@ -31,8 +31,8 @@ MOST_PUBLISHED = 0.1
 _SMALLEST_SIDE, _FEATURE_SIDE, _SCRATCH_SIDE = 8, 224, 32
 # The least B, where N is at least four times as large.
 _SMALL_BATCH = 32
-# The side of an image from which scattering has two scales.
-_TWO_SCALES = 16
+# The side of an image from which scattering has two scales, so that maps have four places a side, and four angles.
+_TWO_SCALES, _FOUR_ANGLES = 16, 24
 # Images of a person in one step, at most: each is a row that goes through the network.
 _IMAGES_PER_PERSON = 4
 # The noise of a step over C from which a run cannot be expected to learn.
@@ -110,10 +110,11 @@ class Model:
         return self.backbone not in (None, SCATTERING)
 
     def backbone_kwargs(self, image_size: int) -> dict[str, Any]:
-        """Those of the backbone; maps of scattering have at least four places a side, for two convolutions."""
+        """Those of the backbone; where maps of scattering have few places, there are more of them."""
         if self.backbone != SCATTERING:
             return {}
-        return {"scales": 1 if image_size < _TWO_SCALES else 2, "angles": 4, "mirror": False, "shift": True}
+        scales, angles = 1 if image_size < _TWO_SCALES else 2, 8 if image_size < _FOUR_ANGLES else 4
+        return {"scales": scales, "angles": angles, "mirror": False, "shift": True}
 
     def num_parameters(self, *, num_classes: int, in_channels: int, image_size: int) -> int:
         """The number d of parameters that are trained; no weights are read.

@@ -76,14 +76,16 @@ def refused(capsys, *arguments):
     [
         (["--from-scratch", "--epsilon", "5"], "SmallCNNModule", 3922),
         (["--backbone", "test_efficientnet_gn", "--weights", "network.pth"], "LinearProbeModule", 514),
-        (["--backbone", "scattering"], "SmallCNNModule", 32 * (3 * 5 * 9 + 1 + 32 * 9 + 1) + 2 * (32 * 3 * 3 + 1)),
+        (["--backbone", "scattering"], "SmallCNNModule", 32 * (3 * 9 * 9 + 1 + 32 * 9 + 1) + 2 * (32 * 3 * 3 + 1)),
     ],
 )
 def test_a_run_trains_as_it_is_written(photos, capsys, options, model, parameters):
     if "network.pth" in options:
         torch.save(timm.create_model("test_efficientnet_gn").state_dict(), "network.pth")
     main(["init", "photos", *options])
-    assert "downloads" not in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "downloads" not in told
+    assert ("two convolutions on features of scattering" in told) == ("scattering" in options)
     assert f"{parameters:,} parameters" in Path("photos.yaml").read_text()
     assert written()["model"]["class_path"] == model
     main(["fit", "--config", "photos.yaml", *SHORT])
