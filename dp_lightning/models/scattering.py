@@ -213,11 +213,8 @@ class ScatteringFeatures(Scattering):
         if self._shift:
             step = 2 ** (self.scales - 1)
             views += [F.pad(view, (0, step, 0, step), mode="reflect")[..., step:, step:] for view in views]
-        maps = [self._maps(view) for view in views]
-        if len(maps) == 1:
-            return maps[0]
-        stacked = torch.stack(maps, dim=1)
-        return stacked.mean(dim=1) if self._average else stacked
+        maps = torch.stack([self._maps(view) for view in views], dim=1)
+        return maps.mean(dim=1) if self._average or len(views) == 1 else maps
 
     def _maps(self, images: Tensor) -> Tensor:
         maps = F.group_norm(super().forward(images), self.paths)
