@@ -270,57 +270,41 @@ def rate_by_noise(plan: PrivacyPlan, noise: float, highest: float, momentum: flo
     return min(float(f"{noise / of_rate_1:.2g}"), highest)
 
 
-class Scattering(NamedTuple):
-    """What is trained on scattering coefficients, and how."""
-
-    batch_size: int
-    epochs: int
-    noise: float
-    """Standard deviation of the noise in a weight at the end; on features of length 1 it is that of a logit."""
-    highest: float
-    """The rate above which steps go too far, whatever the noise is."""
-    features: dict[str, Any]
-    correlated: bool
-    """Whether noise is correlated over as many steps as ``privacy.bands: auto`` takes."""
-    config: str
-    """The configuration that names the network."""
-
-
-SCATTERING = {
-    "linear": Scattering(8192, 40, 0.9, 30.0, {"average": True}, False, "scattering_cifar10"),
-    "network": Scattering(1024, 16, 0.1, 4.0, {"angles": 4}, True, "scattering_network_cifar10"),
-}
+# For each configuration the noise in a weight at the end, which on features of length 1 is that of a logit, and the
+# rate above which steps go too far, whatever the noise.
+SCATTERING = {"scattering_cifar10": (0.9, 30.0), "scattering_network_cifar10": (0.1, 4.0)}
 
 
 def scattering(options: argparse.Namespace) -> Iterator[Row]:
     """One layer, and two convolutions. No rate is tuned on these runs: it follows from B, T and sigma."""
+    images = base(options, rate=1, batch_size=1, epochs=1)["data"]
+    images["init_args"]["val_fraction"] = 0.0
+    cache = {"images": images, "cache": str((options.out / "features").resolve())}
 
-    def settings(rate: float, trained: Scattering, epsilon: float) -> dict[str, Any]:
-        config = base(options, rate=rate, batch_size=trained.batch_size, epochs=options.epochs or trained.epochs)
-        cache = {"images": config["data"], "cache": str((options.out / "features").resolve())}
-        cache |= {"backbone": "scattering", "backbone_kwargs": {**trained.features, "mirror": True, "shift": True}}
-        config["data"] = {"class_path": "CachedFeatures", "init_args": cache}
-        config["optimizer"]["init_args"]["momentum"] = 0.9
-        # The plan's accountant, so that the rate is that of the run's sigma.
-        config["privacy"] |= {"target_epsilon": epsilon, "accountant": "prv", "max_physical_batch_size": 512}
-        config["privacy"]["bands"] = "auto" if trained.correlated else 1
-        del config["model"]
-        return config
+    def settings(rate: float, shape: RunShape, epsilon: float, epochs: int) -> dict[str, Any]:
+        return {
+            "data": {"init_args": cache},
+            "privacy": {"target_epsilon": epsilon, "expected_batch_size": shape.expected_batch_size},
+            "optimizer": {"init_args": {"lr": rate}},
+            "trainer": {"accelerator": "cpu", "max_epochs": epochs, "check_val_every_n_epoch": epochs},
+        }
 
-    for (name, trained), epsilon in product(SCATTERING.items(), options.epsilons):
+    num_train = len(np.load(options.data)["train_labels"])
+    for (config, (noise, highest)), epsilon in product(SCATTERING.items(), options.epsilons):
+        given = yaml.safe_load((ROOT / "configs" / f"{config}.yaml").read_text())
+        epochs, privacy = options.epochs or given["trainer"]["max_epochs"], given["privacy"]
         shape = RunShape.of_length(
-            num_train=options.num_train,
-            expected_batch_size=trained.batch_size,
-            delta=1e-5,
-            max_epochs=options.epochs or trained.epochs,
+            num_train=num_train,
+            expected_batch_size=min(privacy["expected_batch_size"], num_train // 4),
+            delta=privacy["delta"],
+            max_epochs=epochs,
         )
         independent = shape.calibrate(epsilon)
-        if trained.correlated:
+        if privacy.get("bands") == "auto":
             shape = replace(shape, bands=best_bands(shape, epsilon))
-        rate = rate_by_noise(independent, trained.noise / error_of_noise(shape, epsilon), trained.highest)
-        make = partial(settings, trained=trained, epsilon=epsilon)
-        label = f"{name} epsilon {epsilon:g} sigma {shape.calibrate(epsilon).noise_multiplier:.2f}"
-        yield Row(label, make, rate, configs=(trained.config,))
+        rate = rate_by_noise(independent, noise / error_of_noise(shape, epsilon), highest)
+        make = partial(settings, shape=shape, epsilon=epsilon, epochs=epochs)
+        yield Row(f"{config} epsilon {epsilon:g} bands {shape.bands}", make, rate, configs=(config,))
 
 
 def deal_digits(path: Path) -> None:
@@ -376,7 +360,6 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epsilon", type=float, default=4.0, help="of methods and recipes (default 4)")
     parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 2.0, 4.0, 8.0], help="of the others")
     parser.add_argument("--epochs", type=int, help="default: those of the tables in the docs")
-    parser.add_argument("--num-train", type=int, default=45_000, help="training images of scattering (default 45000)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once (default 1)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each run (default 1)")
     options = parser.parse_args(given)

@@ -18,7 +18,6 @@ import torch
 import torchvision
 import yaml
 from pages import ROOT, read, tables
-from torch.nn import functional as F
 
 from dp_lightning.cli import main
 from dp_lightning.commands.configs import path_of
@@ -37,9 +36,9 @@ pytestmark = pytest.mark.benchmarks
 @pytest.fixture
 def images(tmp_path):
     """A file of 60 random images of 16 x 16 pixels, for the training and for the test."""
-    pixels, labels = np.random.default_rng(0).integers(0, 255, (60, 16, 16, 3), np.uint8), np.arange(60) % 10
+    pixels, labels = np.random.default_rng(0).integers(0, 255, (2, 60, 16, 16, 3), np.uint8), np.arange(60) % 10
     path = tmp_path / "images.npz"
-    np.savez(path, train_images=pixels, train_labels=labels, test_images=pixels, test_labels=labels)
+    np.savez(path, train_images=pixels[0], train_labels=labels, test_images=pixels[1], test_labels=labels)
     return path
 
 
@@ -286,10 +285,8 @@ def test_every_row_of_a_comparison_is_a_configuration(name, comparisons, images,
     import timm
 
     torch.save(timm.create_model(comparisons.BACKBONE).state_dict(), tmp_path / "weights.pth")
-    few = {key: trained._replace(batch_size=20) for key, trained in comparisons.SCATTERING.items()}
-    monkeypatch.setattr(comparisons, "SCATTERING", few)
     arguments = [name, "--data", str(images), "--out", str(tmp_path), "--epochs", "1", "--epsilons", "8"]
-    options = comparisons.parse([*arguments, "--seeds", "1", "--num-train", "54"])
+    options = comparisons.parse([*arguments, "--seeds", "1"])
     base, read, rows = comparisons.base, SettingsReader(), list(comparisons.COMPARISONS[name](options))
     monkeypatch.setattr(comparisons, "base", lambda *args, **kw: base(*args, **{**kw, "batch_size": 18}))
     for row in rows:
@@ -357,24 +354,6 @@ def test_the_evidence_has_every_row_of_public_modules(public_modules):
 # The others
 
 
-def test_moves_along_the_directions_of_the_gradient_are_measured(images, capsys):
-    import weak_directions
-
-    torch.manual_seed(0)
-    model, features, labels = torch.nn.Linear(6, 4, bias=False), torch.randn(600, 6), torch.randint(4, (600,))
-    F.cross_entropy(model(features), labels).backward()
-    gradient = model.weight.grad
-    # A step along the gradient moves in each pair by its singular value, and the polar factor by one. The gradients of
-    # the classes add up to zero, so that the last of the four pairs is any.
-    u, values, v = torch.linalg.svd(gradient, full_matrices=False)
-    for move, expected in ((gradient, values), (u @ v, torch.ones(4)), (-u[:, 2:3] @ v[2:3], -torch.eye(4)[2])):
-        found = weak_directions.downhill(model, features, labels, {"weight": move})["weight"]
-        assert torch.allclose(found[:3], expected[:3], atol=1e-4)
-    weak_directions.main(["--data", str(images), "--steps", "2", "--runs", "selective,27,1"])
-    # Six 3 x 3 convolutions after the first, two of the shortcuts, the last layer, and the mean.
-    assert capsys.readouterr().out.count("| 27 | selective, 1 |") == 1 + 6 + 2 + 1 + 1
-
-
 def test_cifar_is_written_as_one_file_of_half_the_size(monkeypatch, tmp_path):
     import cifar_npz
 
@@ -390,6 +369,20 @@ def test_cifar_is_written_as_one_file_of_half_the_size(monkeypatch, tmp_path):
     assert np.abs(small["test_images"][2, 2, 5] - whole[2, 4:6, 10:12].astype(float).mean((0, 1))).max() <= 0.5
     data = NpzImages(half, num_classes=15)
     assert (data.num_train, data.image_size, data.in_channels) == (15, 16, 3)
+
+
+def test_made_up_images_are_written_for_npz_images(monkeypatch, tmp_path):
+    import made_up_images
+
+    few = {name: (*given[:2], 12, 3, given[4]) for name, given in made_up_images.SETS.items()}
+    monkeypatch.setattr(made_up_images, "SETS", few)
+    made_up_images.main(["--out", str(tmp_path)])
+    for name, kinds, side in (("digits", 10, 16), ("cells", 8, 28)):
+        data = NpzImages(tmp_path / f"{name}.npz", num_classes=kinds)
+        assert (data.num_train, data.image_size, data.in_channels) == (12, side, 3)
+        found = np.load(tmp_path / f"{name}.npz")
+        assert len(np.unique(found["test_images"], axis=0)) == 3
+        assert found["train_labels"].max() < kinds
 
 
 def test_runs_that_are_killed_are_finished(tmp_path, warm_python):
