@@ -112,6 +112,7 @@ class PhysicalLoader:
     def close(self) -> None:
         """Ends the workers: left alone, each may hold up the end of a process with a GPU for five seconds."""
         CombinedLoader(self._loader).reset()
+        self._reads = iter(())  # holds those that are not persistent
 
 
 class _Places(Sampler[PhysicalBatch]):

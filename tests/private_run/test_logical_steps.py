@@ -36,9 +36,10 @@ def test_an_epoch_has_round_n_over_b_steps_and_every_number_counts_them(tmp_path
     assert run.train_dataloader.dataset.tensors[0].shape == (60, 5)
 
 
-def test_no_worker_is_left_after_a_fit(tmp_path):
+@pytest.mark.parametrize("persistent", [True, False])
+def test_no_worker_is_left_after_a_fit(tmp_path, persistent):
     run = trainer(tmp_path, privacy(expected_batch_size=24), max_epochs=2)
-    run.fit(Plain(), loader(num_workers=1, persistent_workers=True))
+    run.fit(Plain(), loader(num_workers=1, persistent_workers=persistent))
     assert not multiprocessing.active_children()
 
 
