@@ -128,7 +128,8 @@ def fit_on_synthetic_images(
 
 def _replace_data(module: pl.LightningModule, data: Any, columns: Columns, examples: int) -> None:
     """Let the data module give ``((image, label), *columns)``; its hooks and the module's see image and label."""
-    shape = (examples, data.in_channels, *([data.image_size] * 2 if data.image_size > 1 else []))
+    views = [data.num_views] if getattr(data, "num_views", 1) > 1 else []
+    shape = (examples, *views, data.in_channels, *([data.image_size] * 2 if data.image_size > 1 else []))
 
     def train_dataloader() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(data.trainer.strategy.broadcast(secrets.randbits(62)))

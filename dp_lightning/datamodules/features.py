@@ -114,7 +114,8 @@ class CachedFeatures(lightning.LightningDataModule):
                 self._network = self._build()
         else:
             self._network = self._build()
-        pixels = {"window": images.window, "turned": True, "resized_to": images.resized_to, "size": images.image_size}
+        self.num_views = self._network.num_views
+        pixels = {"window": images.window, "version": 2, "resized_to": images.resized_to, "size": images.image_size}
         made_by = [type(images).__name__, version("timm"), {**self._network.settings, "weights": None, **pixels}]
         key = hashlib.sha256(json.dumps(made_by, default=str).encode()).hexdigest()[:12]
         #: The name of the folder changes with the network and the preparation of the images.

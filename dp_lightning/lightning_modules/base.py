@@ -22,8 +22,7 @@ from dp_lightning.processors import below_avx512
 
 Batch = tuple[Tensor, Tensor]
 EVALUATIONS = ("val", "test")
-# Dimensions of a batch of images that have views.
-_WITH_VIEWS = 5
+_DIMENSIONS_WITH_VIEWS = 5
 
 
 class ImageClassifier(lightning.LightningModule):
@@ -96,17 +95,16 @@ class ImageClassifier(lightning.LightningModule):
             self.model.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.ndim != _WITH_VIEWS:
+        if images.ndim != _DIMENSIONS_WITH_VIEWS:
             return self.model(images)
         return self.model(images.flatten(0, 1)).unflatten(0, (-1, images.shape[1])).mean(dim=1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        size = len(labels)
-        if images.ndim == _WITH_VIEWS:
+        if images.ndim == _DIMENSIONS_WITH_VIEWS:
             images, labels = images.flatten(0, 1), labels.repeat_interleave(images.shape[1], dim=0)
         loss = self._loss(self(images), labels)
-        self.log("unprotected/train_loss", loss, prog_bar=True, batch_size=size)
+        self.log("unprotected/train_loss", loss, prog_bar=True, batch_size=len(labels))
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -33,6 +33,7 @@ class FeatureNetwork(nn.Module):
     Attributes:
         settings: the arguments as plain types, from which the same network can be built again.
         length: D, the length of a feature vector, or the channels of a map.
+        num_views: V, or 1 where features have no views.
         stored_as: what its features are kept as in files.
 
     Raises:
@@ -62,7 +63,7 @@ class FeatureNetwork(nn.Module):
                 raise ConfigurationError(f"backbone_kwargs of scattering: {error}.") from error
             size = None if input_size is None else (input_size, input_size)
             self.prepare = PretrainedInput(size=size, data_mean=mean, data_std=std, mean=(0.0,), std=(1.0,))
-            self.length = self.network.paths * in_channels
+            self.length, self.num_views = self.network.paths * in_channels, self.network.num_views
             # Maps are a hundred times larger than vectors, and their numbers lie around 0 and 1.
             self.stored_as = torch.float16
         else:
@@ -78,7 +79,7 @@ class FeatureNetwork(nn.Module):
             )
             # Some networks have layers after their features that stay when the classifier is removed.
             self.length = int(getattr(self.network, "head_hidden_size", None) or self.network.num_features)
-            self.stored_as = torch.float32
+            self.stored_as, self.num_views = torch.float32, 1
         found = None if weights is None else hashlib.sha256(Path(weights).read_bytes()).hexdigest()
         if digest is not None and digest != found:
             raise ConfigurationError(

@@ -171,7 +171,7 @@ class ScatteringFeatures(Scattering):
     those of random images, so nothing is estimated from the data, nor from other photographs.
 
     The views of an image are the image, its mirror image, and both shifted up and to the left by half the distance of
-    two places, 2^(J-1) pixels; edges are reflected.
+    two places, 2^(J-1) pixels; edges are reflected. ``num_views`` is V, or 1 for their mean.
 
     Args:
         channels: C.
@@ -199,7 +199,8 @@ class ScatteringFeatures(Scattering):
         average: bool = False,
     ) -> None:
         super().__init__(scales=scales, angles=angles)
-        self._mirror, self._shift, self._average = mirror, shift, average
+        self._mirror, self._shift = mirror, shift
+        self.num_views = 1 if average else (1 + mirror) * (1 + shift)
         if torch.get_default_device().type == "meta":  # it is built for its shapes
             count = channels * self.paths
             mean, whitening = torch.empty(count), torch.empty(count, count)
@@ -214,7 +215,7 @@ class ScatteringFeatures(Scattering):
             step = 2 ** (self.scales - 1)
             views += [F.pad(view, (0, step, 0, step), mode="reflect")[..., step:, step:] for view in views]
         maps = torch.stack([self._maps(view) for view in views], dim=1)
-        return maps.mean(dim=1) if self._average or len(views) == 1 else maps
+        return maps.mean(dim=1) if self.num_views == 1 else maps
 
     def _maps(self, images: Tensor) -> Tensor:
         maps = F.group_norm(super().forward(images), self.paths)

@@ -113,6 +113,21 @@ def test_steps_are_timed_on_synthetic_images(capsys, monkeypatch, touched):
     assert not touched
 
 
+def test_steps_are_timed_on_all_views_of_an_image(capsys, monkeypatch):
+    shapes, own = set(), SmallCNNModule.training_step
+
+    def watched(self, batch, batch_idx):
+        shapes.add(tuple(batch[0].shape[1:]))
+        return own(self, batch, batch_idx)
+
+    monkeypatch.setattr(pricing, "_LONG_ENOUGH", 0.0)
+    monkeypatch.setattr(SmallCNNModule, "training_step", watched)
+    views = '{"scales":1,"angles":2,"mirror":true,"shift":true}'
+    data = f"--data CachedFeatures --data.images Digits --data.backbone scattering --data.backbone_kwargs {views}"
+    answer(capsys, f"{CONFIG} {data} --batch-size 64 --measure")
+    assert shapes == {(4, 3, 4, 4)}
+
+
 def no_images(self, batch, batch_idx):
     images, _, masks = batch
     return (images * masks).sum()

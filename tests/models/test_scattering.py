@@ -120,18 +120,21 @@ def test_an_image_has_the_same_features_beside_others(features):
     torch.testing.assert_close(features(images)[7:8], features(images[7:8]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("scales", [1, 2, 3])
 @pytest.mark.parametrize(("mirror", "shift"), [(True, False), (False, True), (True, True)])
-def test_views_are_the_features_of_each_image_and_may_be_averaged(features, mirror, shift):
-    images = random_images(3, n=3)
+def test_views_are_the_features_of_each_image_and_may_be_averaged(mirror, shift, scales):
+    images, half = random_images(3, n=3), {1: 1, 2: 2, 3: 4}[scales]
     plain, turned = (
-        [each, F.pad(each, (0, 2, 0, 2), mode="reflect")[..., 2:, 2:]] for each in (images, images.flip(-1))
+        [each, F.pad(each, (0, half, 0, half), mode="reflect")[..., half:, half:]] for each in (images, images.flip(-1))
     )
     views = [plain[0], *turned[:mirror], *plain[1:][:shift], *turned[1:][: mirror and shift]]
+    features = ScatteringFeatures(2, angles=2, scales=scales)
     expected = torch.stack([features(view) for view in views], dim=1)
-    makes = ScatteringFeatures(2, angles=4, mirror=mirror, shift=shift)
+    makes = ScatteringFeatures(2, angles=2, scales=scales, mirror=mirror, shift=shift)
     torch.testing.assert_close(makes(images), expected)
-    averages = ScatteringFeatures(2, angles=4, mirror=mirror, shift=shift, average=True)
+    averages = ScatteringFeatures(2, angles=2, scales=scales, mirror=mirror, shift=shift, average=True)
     torch.testing.assert_close(averages(images), expected.mean(dim=1))
+    assert (makes.num_views, averages.num_views) == (len(views), 1)
 
 
 @pytest.mark.parametrize("make", PROCESSES.values())
