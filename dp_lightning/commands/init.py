@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
     text, warnings = configuration(survey, (class_path, settings), model, name=name, **budget)
     with replacing(out) as file:
         file.write(text.encode())
-    part = "two convolutions" if model.correlated else "one layer"
+    part = "two convolutions" if model.class_path == "SmallCNNModule" else "one layer"
     trained = "a network from scratch" if model.backbone is None else f"{part} on features of {model.backbone}"
     if class_path == "ImageTable":
         print("\n".join(f"{name}: {value}" for name, value in settings.items() if name not in ("root", "window")))

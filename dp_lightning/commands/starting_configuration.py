@@ -3,7 +3,7 @@
 The noise in one privatized gradient has the norm nu = sigma C sqrt(d) / B, and the gradient itself at most C. At a
 given number of steps T, nu hardly depends on B as long as B is at least N/4: a smaller batch gains less by sampling
 than it loses by the division by B. So B = N/4, and T is small. With correlated noise, which a small network on
-scattering coefficients takes, B = N/40 is as good and ten times faster. docs/own_data.md shows what the rules give.
+scattering coefficients takes, B = N/40 is as good in fewer epochs. docs/own_data.md shows what the rules give.
 """
 
 import math
@@ -66,8 +66,7 @@ class Model:
         share: N over B.
         largest_batch: B, at most; from scratch a larger one costs time (De et al. 2022).
         epochs: trainer.max_epochs.
-        correlated: noise is correlated over as many steps as serve best.
-        move: the most that the learning rate times the noise may be.
+        move: the most that the learning rate times the noise of a step may be, or of all steps if it is correlated.
         highest_rate: from scratch a larger rate costs little accuracy, but makes wrong answers too sure of themselves.
         rows: rows that go through the model at once, at most.
         comment: lines above the data in the file.
@@ -80,7 +79,6 @@ class Model:
     share: int = 4
     largest_batch: int = 4096
     epochs: int = 50
-    correlated: bool = False
     move: float = 0.04
     highest_rate: float = 0.3
     rows: int = 128
@@ -91,7 +89,7 @@ class Model:
         """One layer on the features of a pretrained network, or two convolutions on scattering coefficients."""
         shared: dict[str, Any] = {"backbone": backbone, "weights": weights}
         if backbone == SCATTERING:
-            shared |= {"share": 40, "epochs": 16, "correlated": True, "move": 6.5e-4, "highest_rate": 4.0, "rows": 512}
+            shared |= {"share": 40, "epochs": 16, "move": 1.9, "highest_rate": 4.0, "rows": 512}
             return cls("SmallCNNModule", {"channels": 32}, **shared, comment=_CACHED + _MIRROR)
         tip = "# The weights have to come from public data; null downloads those of timm.\n"
         shared |= {"largest_batch": 16_384, "epochs": 25, "move": 0.15, "highest_rate": 1.0, "rows": 4096}
@@ -144,7 +142,7 @@ class Start(NamedTuple):
 
     Attributes:
         plan: N, B, T, delta and sigma.
-        noise_norm: nu over C, the norm of the noise in one gradient over the most that one without noise has.
+        noise_norm: nu over C, the norm of the noise that one gradient leaves over the most that one without noise has.
         learning_rate: of SGD with momentum, before the schedule, in one digit. The noise of one step, without
             momentum, moves the weights by ``Model.move`` at most; correlated noise as much as it leaves in the end.
     """
@@ -170,14 +168,13 @@ def start_of(
         delta=delta_for(num_train) if delta is None else delta,
         max_epochs=model.epochs,
     )
-    plan = shape.calibrate(epsilon)
-    noise = counts = plan.noise_level(sensitivity=1.0) * math.sqrt(num_parameters)  # its norm over C
-    if model.correlated:
+    plan, steps = shape.calibrate(epsilon), 1.0
+    noise = plan.noise_level(sensitivity=1.0) * math.sqrt(num_parameters)  # its norm over C
+    if model.backbone == SCATTERING:
         shape = replace(shape, bands=best_bands(shape, epsilon))
-        # On maps alike in all channels the noise that counts is that of one weight.
-        counts = plan.noise_level(sensitivity=1.0) * error_of_noise(shape, epsilon)
-        plan = shape.calibrate(epsilon)
-    return Start(plan, noise, float(f"{min(model.highest_rate, model.move / counts):.0e}"))
+        noise *= error_of_noise(shape, epsilon)
+        plan, steps = shape.calibrate(epsilon), 3 / 8 * plan.num_steps  # the sum of a cosine schedule's squares
+    return Start(plan, noise, float(f"{min(model.highest_rate, model.move / (noise * math.sqrt(steps))):.0e}"))
 
 
 def delta_for(num_train: int) -> float:
@@ -236,7 +233,7 @@ def configuration(
         "expected_batch_size": plan.expected_batch_size,
         "max_grad_norm": 1.0,
     }
-    if model.correlated:
+    if model.backbone == SCATTERING:
         privacy["bands"] = "auto"
     if persons is not None:
         rows = min(_IMAGES_PER_PERSON, round(median(persons.values())))
@@ -267,7 +264,7 @@ seed_everything: 42
 # The noise is solved for target_epsilon: sigma {plan.noise_multiplier:.2f}.
 # By default delta is the largest power of ten with N delta <= {MOST_PUBLISHED:g}.
 # B is N/{round(plan.num_train / plan.expected_batch_size)}, in {unit}; the run takes {plan.num_steps:,} steps.
-# The noise of a step is {start.noise_norm:,.2f} times as long as a clipped gradient can be.
+# The noise that a step leaves is {start.noise_norm:,.2f} times as long as a clipped gradient can be.
 # max_physical_batch_size bounds memory, in images, and changes nothing else.
 {_yaml(privacy=privacy)}
 # The rate is as high as the noise allows. Each further run on these images spends its own epsilon.
@@ -277,7 +274,7 @@ trainer:
   accelerator: auto
   devices: 1
   max_epochs: {model.epochs}
-  check_val_every_n_epoch: 5
+  check_val_every_n_epoch: {math.gcd(model.epochs, 20)}
   log_every_n_steps: 10
 """
     warnings = []

@@ -88,6 +88,9 @@ def test_a_run_trains_as_it_is_written(photos, capsys, options, model, parameter
     assert ("two convolutions on features of scattering" in told) == ("scattering" in options)
     assert f"{parameters:,} parameters" in Path("photos.yaml").read_text()
     assert written()["model"]["class_path"] == model
+    assert written()["privacy"].get("bands") == ("auto" if "scattering" in options else None)
+    limits = written()["trainer"]
+    assert limits["max_epochs"] % limits["check_val_every_n_epoch"] == 0  # the last weights are evaluated
     main(["fit", "--config", "photos.yaml", *SHORT])
     told = json.loads(Path("lightning_logs/version_0/privacy_statement.json").read_text())
     budget = 5 if "--epsilon" in options else 3
@@ -416,15 +419,30 @@ def test_delta_is_the_largest_power_of_ten_up_to_a_tenth_of_one_over_n(count, de
     assert count * delta <= 0.1 < 10 * count * delta * (1 + 1e-9)
 
 
-def test_the_learning_rate_on_scattering_coefficients_is_that_of_correlated_noise():
-    few, many = (start_of(50_000, parameters, Model.on_features("scattering")) for parameters in (100, 40_000))
-    shape = RunShape.of_length(num_train=50_000, expected_batch_size=1200, delta=1e-6, max_epochs=16)
+@pytest.mark.parametrize(
+    ("count", "batch", "delta", "parameters"),
+    [(50_000, 1200, 1e-6, 36_010), (50_000, 1200, 1e-6, 90_000), (128, 32, 1e-4, 36_010), (10**6, 4096, 1e-7, 36_010)],
+)
+def test_the_learning_rate_on_scattering_coefficients_is_that_of_correlated_noise(count, batch, delta, parameters):
+    found = start_of(count, parameters, Model.on_features("scattering"))
+    shape = RunShape.of_length(num_train=count, expected_batch_size=batch, delta=delta, max_epochs=16)
     banded = replace(shape, bands=best_bands(shape, 3.0))
-    assert banded.bands > 1
-    assert many.plan == banded.calibrate(3.0)
-    noise = shape.calibrate(3.0).noise_multiplier * error_of_noise(banded, 3.0)
-    rate = 0.01 * 1200 / (noise * math.sqrt(3 * shape.num_steps / 8))
-    assert few.learning_rate == many.learning_rate == pytest.approx(rate, rel=0.1)
+    assert found.plan == banded.calibrate(3.0)
+    assert (banded.bands > 1) == (count > 128)
+    noise = shape.calibrate(3.0).noise_multiplier * error_of_noise(banded, 3.0) / batch
+    assert found.noise_norm == pytest.approx(noise * parameters**0.5)
+    # Without momentum, all steps of a cosine schedule move a weight by 0.01 if there are 36,010, and others alike.
+    assert found.learning_rate == float(f"{1.9 / found.noise_norm / math.sqrt(3 * shape.num_steps / 8):.0e}")
+
+
+def test_the_learning_rate_on_scattering_coefficients_is_at_most_4():
+    assert start_of(10**6, 36_010, Model.on_features("scattering"), epsilon=100.0).learning_rate == 4.0
+
+
+@pytest.mark.parametrize(("size", "scales", "angles"), [(15, 1, 8), (16, 2, 8), (23, 2, 8), (24, 2, 4), (224, 2, 4)])
+def test_maps_with_fewer_places_have_more_angles(size, scales, angles):
+    found = Model.on_features("scattering").backbone_kwargs(size)
+    assert found == {"scales": scales, "angles": angles, "mirror": False, "shift": True}
 
 
 @pytest.mark.parametrize(("count", "batch"), [(8, 2), (100, 25), (1_000, 32), (4_000, 100), (1_000_000, 4096)])
