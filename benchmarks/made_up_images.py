@@ -1,4 +1,4 @@
-"""Two sets of made-up images for `NpzImages`, beside which settings do not know CIFAR-10.
+"""Two sets of made-up images for `NpzImages`, on which settings prove themselves that were found with CIFAR-10.
 
 Run ``python benchmarks/made_up_images.py --out FOLDER``. It writes ``digits.npz``, digits in the colours of street
 numbers on clutter and between others (16 x 16 pixels, 20,000 for the training), and ``cells.npz``, eight kinds of white

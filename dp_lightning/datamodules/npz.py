@@ -24,7 +24,7 @@ class NpzImages(ImageDataModule):
     """Square images in one ``.npz`` file.
 
     It holds ``train_images`` and ``train_labels``, and optionally the same for ``val`` and ``test``. ``*_images`` are
-    numbers (N, H, W) or (N, H, W, C) with at most 4 channels, ``*_labels`` are integers (N,) or (N, 1), or (N, L) of 0
+    numbers (N, H, H) or (N, H, H, C) with at most 4 channels, ``*_labels`` are integers (N,) or (N, 1), or (N, L) of 0
     and 1 if an image may have several of L labels. ``*_groups``, integers or text (N,) or (N, 1), hold the person id of
     each image, if a person has several images. The whole file is read into memory.
 
@@ -92,7 +92,7 @@ class NpzImages(ImageDataModule):
         return ArraySource(images, self.labels(split))
 
     def values(self, split: Split) -> np.ndarray:
-        """Return the images of a split as they are in the file: (N, H, W) or (N, H, W, C)."""
+        """Return the images of a split as they are in the file: (N, H, H) or (N, H, H, C)."""
         images = self._read(f"{split}_images")
         require_finite(images, f"{self.path}, {split}_images")
         return images
