@@ -39,14 +39,17 @@ def millions_of_images(path, overrides=()):
     """
     run = settings(path)
     privacy, trainer = dict(run["privacy"]), dict(run["trainer"])
+    features = dict(run["data"].get("init_args", {}).get("backbone_kwargs", {}))
     for option in overrides:
-        group, _, name = option.partition("=")[0].removeprefix("--").partition(".")
-        {"privacy": privacy, "trainer": trainer}.get(group, {})[name] = yaml.safe_load(option.partition("=")[2])
+        group, _, name = option.partition("=")[0].removeprefix("--").rpartition(".")
+        groups = {"privacy": privacy, "trainer": trainer, "data.init_args.backbone_kwargs": features}
+        groups.get(group, {})[name] = yaml.safe_load(option.partition("=")[2])
     data = run["data"].get("init_args", {}).get("images", run["data"])
     size, steps = privacy["expected_batch_size"], trainer.get("max_steps", -1)
     if steps == -1:
         steps = trainer["max_epochs"] * round(IMAGES[data["class_path"]] / size)
-    return steps * size * privacy.get("augmult", 1) / 1e6
+    views = 1 if features.get("average") else (1 + features.get("mirror", 0)) * (1 + features.get("shift", 0))
+    return steps * size * views * privacy.get("augmult", 1) / 1e6
 
 
 def test_every_yaml_file_is_in_one_of_the_three_tables():

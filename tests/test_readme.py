@@ -101,6 +101,8 @@ def prepared(*arguments):
 @pytest.mark.parametrize("line", TRAINING)
 def test_a_training_command_builds_its_run_from_allowed_settings(line, workplace):
     arguments = shlex.split(line.replace("$PWD", str(workplace)))[2:]
+    if "scattering.yaml" in line:
+        main(["init", "photos", "--backbone", "scattering", "--out", "scattering.yaml"])
     if "--ckpt_path" in arguments:
         position = arguments.index("--ckpt_path")
         del arguments[position : position + 2]

@@ -66,7 +66,7 @@ class Model:
         share: N over B.
         largest_batch: B, at most; from scratch a larger one costs time (De et al. 2022).
         epochs: trainer.max_epochs.
-        move: the most that the learning rate times the noise of a step may be, or of all steps if it is correlated.
+        move: the most that the learning rate times the noise of a step may be, or of all steps on scattering.
         highest_rate: from scratch a larger rate costs little accuracy, but makes wrong answers too sure of themselves.
         rows: rows that go through the model at once, at most.
         comment: lines above the data in the file.
@@ -108,7 +108,7 @@ class Model:
         return self.backbone not in (None, SCATTERING)
 
     def backbone_kwargs(self, image_size: int) -> dict[str, Any]:
-        """Those of the backbone; where maps of scattering have few places, there are more of them."""
+        """Those of the backbone; scattering has more angles where images have fewer pixels."""
         if self.backbone != SCATTERING:
             return {}
         scales, angles = 1 if image_size < _TWO_SCALES else 2, 8 if image_size < _FOUR_ANGLES else 4
@@ -144,7 +144,7 @@ class Start(NamedTuple):
         plan: N, B, T, delta and sigma.
         noise_norm: nu over C, the norm of the noise that one gradient leaves over the most that one without noise has.
         learning_rate: of SGD with momentum, before the schedule, in one digit. The noise of one step, without
-            momentum, moves the weights by ``Model.move`` at most; correlated noise as much as it leaves in the end.
+            momentum, moves the weights by ``Model.move`` at most; on scattering coefficients that of all steps does.
     """
 
     plan: PrivacyPlan
@@ -264,7 +264,7 @@ seed_everything: 42
 # The noise is solved for target_epsilon: sigma {plan.noise_multiplier:.2f}.
 # By default delta is the largest power of ten with N delta <= {MOST_PUBLISHED:g}.
 # B is N/{round(plan.num_train / plan.expected_batch_size)}, in {unit}; the run takes {plan.num_steps:,} steps.
-# The noise that a step leaves is {start.noise_norm:,.2f} times as long as a clipped gradient can be.
+# A step leaves as much in the weights as independent noise {start.noise_norm:,.2f} times as long as a clipped gradient.
 # max_physical_batch_size bounds memory, in images, and changes nothing else.
 {_yaml(privacy=privacy)}
 # The rate is as high as the noise allows. Each further run on these images spends its own epsilon.

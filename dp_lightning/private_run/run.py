@@ -457,8 +457,7 @@ class PrivateRun:
             self.history.record.faults.add(f"the run ended by an error ({type(error).__name__})")
 
     def close(self) -> None:
-        """End the workers; on rank 0, write the privacy statement and print it, unless no step was taken."""
-        self._physical.close()
+        """On rank 0, write the privacy statement and print it, unless no step was taken; then end the workers."""
         self._before = self.history.ledger.num_steps  # what a later fit is refused for is no fault of this one
         self.history.in_weights = self._in_weights
         self._first = None if self._first is None else self.trainer.global_step
@@ -467,6 +466,7 @@ class PrivateRun:
             statement = self.statement()
             statement.write(self.folder)
             print(f"\n{statement.short()}\nResults: {self.folder}", flush=True)
+        self._physical.close()
 
     def statement(self, weights: Mapping[str, Any] | None = None) -> PrivacyStatement:
         """The privacy statement of the steps taken so far, about these weights; None for those of ``weights``."""

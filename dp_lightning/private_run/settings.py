@@ -45,8 +45,8 @@ class PrivacySettings:
         clip_factor: ``abadi`` min(1, C/norm), or ``automatic`` C/(norm + 0.01).
         examples: how ``training_step`` sees one example at a time. ``together``: all of a physical batch at once, under
             torch.func.vmap. ``one_by_one``: one after the other, slower, for code that vmap cannot run.
-        max_physical_batch_size: most images that go through the model at once, every view of ``augmult`` counted, and
-            every image of a person. It bounds memory and changes nothing else.
+        max_physical_batch_size: most images that go through the model at once, every view of ``augmult`` counted, not
+            those of features, and every image of a person. It bounds memory and changes nothing else.
         accountant: by which epsilon is planned and shown.
         num_train: N; None reads it from the training data set. A number that differs from the data set is refused.
         unit_of_privacy: what one neighbour adds or removes. ``example``: one element of the training set. ``group``:
