@@ -152,6 +152,7 @@ class CachedFeatures(lightning.LightningDataModule):
                 for path, piece in self._files(split, dataset).items():
                     if not path.exists():
                         self._write(path, Subset(dataset, piece), f"Features of the {split} images")
+        rank_zero_info(f"The features of the images are in {self.folder}.")
 
     def setup(self, stage: str | None = None) -> None:
         for split, dataset in self._datasets(stage).items():
@@ -205,5 +206,4 @@ class CachedFeatures(lightning.LightningDataModule):
                 features.append(network(pixels).cpu().to(network.stored_as))
         with replacing(path, private=True) as file:
             file.write(save({"features": torch.cat(features)}))
-        rank_zero_info(f"{what} are in {self.folder}.")
         self._network = network.cpu()
