@@ -264,7 +264,7 @@ seed_everything: 42
 # The noise is solved for target_epsilon: sigma {plan.noise_multiplier:.2f}.
 # By default delta is the largest power of ten with N delta <= {MOST_PUBLISHED:g}.
 # B is N/{round(plan.num_train / plan.expected_batch_size)}, in {unit}; the run takes {plan.num_steps:,} steps.
-# A step leaves as much in the weights as independent noise {start.noise_norm:,.2f} times as long as a clipped gradient.
+# A step leaves as much as independent noise {start.noise_norm:,.2f} times as long as a clipped gradient can be.
 # max_physical_batch_size bounds memory, in images, and changes nothing else.
 {_yaml(privacy=privacy)}
 # The rate is as high as the noise allows. Each further run on these images spends its own epsilon.
